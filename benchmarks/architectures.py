@@ -7,9 +7,8 @@ process, in turns:
 
     experts   `fast`: the fast path; `general`: the general path, with native products of experts; `before`: the same
               with transformers' products of experts
-    others    `flat`: as it is served; `unfused`: the same with torch's norms, and transformers' operations between
-              the products of MLPs and convolutions; `gather`: without any native kernels but products: keys and
-              values are expanded in each step, and states are computed by transformers' functions in plain torch
+    others    `flat`: as it is served; `gather`: without any native kernels but products: keys and values are
+              expanded in each step, and norms and states are computed by transformers' functions in plain torch
 
 `prefill_N` is the prefill of a prompt, `decode_N` a decode step of N sequences with 128 tokens before each; figures are
 tokens a second, and the ratio of each turn. Where other work shares the machine:
@@ -39,7 +38,7 @@ from checkpoint import EXPERTS, write, write_experts
 from steps import Cell, burst, in_turns, ratios
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from turns import own_setting, save, spread
+from turns import earlier, own_setting, save, spread
 
 from kvrelay.engine.build import build_engine
 from kvrelay.engine.config import EngineConfig
@@ -177,28 +176,24 @@ def checkpoint(folder: Path, name: str, positions: int = 8192) -> int:
     return sum(weight.numel() for weight in model.parameters())
 
 
-def general_ways(*names: str) -> AbstractContextManager[object]:
-    """Context in which the general path runs models in one of these ways."""
-    return patch.object(choose, "WAYS", tuple(way for way in choose.WAYS if way[0] in names))
-
-
 @contextmanager
-def unfused(*names: str) -> Iterator[None]:
-    """As `general_ways`, with modules of several products computed product by product, and torch's norms."""
-    runner = "kvrelay.engine.runner.general"
-    plain = (
+def without_kernels() -> Iterator[None]:
+    """Context in which the general path has no native kernels but products: modules of several products are computed
+    product by product, with torch's norms."""
+    runner, ways = "kvrelay.engine.runner.general", ("gather", "gather, whole prompts", "again")
+    with (
+        patch.object(choose, "WAYS", tuple(way for way in choose.WAYS if way[0] in ways)),
         patch(f"{runner}.fuse", lambda *given: 0),
         patch(f"{runner}.swap_norms", lambda model, team: swap_norms(model)),
-    )
-    with general_ways(*names), plain[0], plain[1]:
+    ):
         yield
 
 
 def ways_of(name: str) -> dict[str, tuple[AbstractContextManager[object], dict[str, Any]]]:
     """The ways in which a model is run: within which it is built, and with which options."""
     if name not in EXPERTS:
-        others = ("gather", "gather, whole prompts", "again")
-        return {"flat": (general_ways("flat"), {}), "unfused": (unfused("flat"), {}), "gather": (unfused(*others), {})}
+        flat = patch.object(choose, "WAYS", tuple(way for way in choose.WAYS if way[0] == "flat"))
+        return {"flat": (flat, {}), "gather": (without_kernels(), {})}
     general = {"model_path": "general"}
     plain = patch("kvrelay.engine.runner.general.swap_experts", lambda *given: 0)
     return {
@@ -323,9 +318,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--out", type=Path, help="JSON file, whose other figures stay as they are")
     args = parser.parse_args()
-    result: dict[str, Any] = own_setting("torch", "transformers")
-    if args.out is not None and args.out.exists():
-        result = {**json.loads(args.out.read_text()), **result}
+    result = earlier(args.out) | own_setting("torch", "transformers")
     result.setdefault("threads", args.threads)
     figures: Iterator[tuple[str, dict[str, Any]]] = short(args)
     if args.long or args.prefix:

@@ -30,6 +30,7 @@ PREFILLS = (512, 2048)
 BATCHES = (1, 8, 32)
 PROMPT = 128
 OUT = 64
+TRIES = 3
 Clock = Callable[[], float]
 
 
@@ -120,29 +121,12 @@ class Kvrelay:
 
         return call
 
-    def _add(self, batch: int, length: int, out: int) -> None:
+    def seconds(self, batch: int, length: int, out: int) -> tuple[float, ...]:
         sampling = self._sampling(max_tokens=out, temperature=0.0)
         for _ in range(batch):
             self._requests += 1
             tokens = tuple(random.choices(range(2, self._vocabulary), k=length))
             self._engine.scheduler.add(self._request(str(self._requests), 0, tokens, length, sampling))
-
-    def rate(self, cell: str) -> float:
-        """Tokens a second of one try of a cell; of a decode cell, from the step on in which all sequences decode."""
-        kind, count = cell.split("_")
-        prefill = kind == "prefill"
-        self._add(*(1, int(count), 1) if prefill else (int(count), PROMPT, OUT + 1))
-        start, tokens, began = self._clock(), int(count), 0
-        while self._engine.has_work:
-            if not prefill and began < int(count):
-                start, tokens = self._clock(), 0
-            found = [report.token for report in self._engine.step() if report.token is not None]
-            began += len(found) if began < int(count) else 0
-            tokens += 0 if prefill else len(found)
-        return tokens / (self._clock() - start)
-
-    def seconds(self, batch: int, length: int, out: int) -> tuple[float, ...]:
-        self._add(batch, length, out)
         before = self._forward
         start, start_cpu = self._clock(), time.thread_time()
         while self._engine.has_work:
@@ -158,13 +142,13 @@ ENGINES: dict[str, Callable[[argparse.Namespace, Clock], Engine]] = {
 }
 
 
-def figures(engine: Engine, cell: str) -> dict[str, float]:
+def figures(engine: Engine, cell: str, tries: int = TRIES) -> dict[str, float]:
     """The figures of one cell: the best of some tries."""
     kind, count = cell.split("_")
     if kind == "prefill":
-        return {"tokens_per_s": int(count) / min(engine.seconds(1, int(count), 1)[0] for _ in range(3))}
-    whole = min(engine.seconds(int(count), PROMPT, OUT + 1) for _ in range(2))
-    first = min(engine.seconds(int(count), PROMPT, 1) for _ in range(2))
+        return {"tokens_per_s": int(count) / min(engine.seconds(1, int(count), 1)[0] for _ in range(tries))}
+    whole = min(engine.seconds(int(count), PROMPT, OUT + 1) for _ in range(tries))
+    first = min(engine.seconds(int(count), PROMPT, 1) for _ in range(tries))
     elapsed, *times = (a - b for a, b in zip(whole, first, strict=True))
     return {"tokens_per_s": int(count) * OUT / elapsed} | (
         {"outside_forward": 1 - times[1] / times[0]} if times else {}
@@ -175,21 +159,19 @@ def in_turns(args: argparse.Namespace, cells: list[str]) -> Iterator[dict[str, A
     """The figures of each cell, of one process and of ranks: [lower quartile, median, upper quartile]."""
     engines = [Kvrelay(args, time.perf_counter, ranks) for ranks in (1, args.ranks)]
     for cell in cells:
-        for engine in engines:
-            engine.rate(cell)
         pairs = []
-        for number in range(args.rounds):
+        for number in range(args.rounds + 1):
             order = (0, 1) if number % 2 else (1, 0)
-            rates = {index: engines[index].rate(cell) for index in order}
-            pairs.append((rates[0], rates[1]))
+            rates = {index: figures(engines[index], cell, 1)["tokens_per_s"] for index in order}
+            if number:  # the first one warms up
+                pairs.append((rates[0], rates[1]))
         one, several = zip(*pairs, strict=True)
         ratios = [there / here for here, there in pairs]
         found = {"one_process": one, "ranks": several, "ratio": ratios}
-        figures = {
+        yield {"engine": "kvrelay", "cell": cell, "degree": args.ranks} | {
             name: [round(each, 3) for each in statistics.quantiles(of, n=4, method="inclusive")]
             for name, of in found.items()
         }
-        yield {"engine": "kvrelay", "cell": cell, "degree": args.ranks} | figures
 
 
 def main() -> None:

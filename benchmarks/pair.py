@@ -3,16 +3,11 @@
     python benchmarks/pair.py MODEL --peers PEERS --out benchmarks/results/pair-2-cores.json
     python benchmarks/pair.py MODEL --alone kvrelay                      # one of them; one JSON line per cell
     PEERS/vllm/bin/python benchmarks/pair.py MODEL --alone vllm
-    python benchmarks/pair.py MODEL --stages 2 --out benchmarks/results/exposed-2-cores.json
 
 Each worker computes in one thread. Prompts are random and cold, one at a time, through each system's own front door:
 kvrelay's router (gRPC, where workers hand over by themselves); of vLLM's two HTTP servers, each bound to a core of its
 own, the first for one token, and with what that says of its KV the second for the rest. Cells are seconds: `ttft_N` and
 `tpot_N` with N tokens in and 32 out, medians of each run's prompts. `start` is the time until the pair takes requests.
-
-With `--stages N`, two pairs of kvrelay's run side by side, one whose prefill worker has N pipeline stages and one whose
-has one, and get prompts of 2,048 tokens in turn. Figures are seconds of the hand-off that no computation hid, from the
-end of prefill until decode has all of the KV: median and range of the requests, and the ratio of the medians.
 """
 
 import argparse
@@ -28,12 +23,9 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from turns import OWN, Engine, add_options, compare, end_group, end_on_signal, own_setting, save, setting, spread
-
-if TYPE_CHECKING:
-    from kvrelay.client import Client
+from turns import OWN, Engine, add_options, compare, end_group, end_on_signal, setting
 
 LENGTHS = (128, 512, 2048)
 OUT = 32
@@ -41,12 +33,6 @@ PROMPTS = 3
 START_SECONDS = 300
 VLLM_PORTS = (28100, 28101), (28110, 28111)
 """Ports of each server: of HTTP, and the side channel of its NIXL."""
-CONFIG = """\
-model: {{path: {model}, dtype: {dtype}}}
-prefill: {{replicas: 1, threads: {stages}, engine: {{pipeline_parallel: {stages}}}}}
-decode: {{replicas: 1, threads: 1}}
-"""
-EXPOSED_PROMPTS = 16
 KV_TRANSFER = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu"}
 NOWHERE = dict.fromkeys(("remote_engine_id", "remote_block_ids", "remote_host", "remote_port"))
 REMOTE_DECODE = {"do_remote_decode": True, "do_remote_prefill": False, **NOWHERE}
@@ -55,22 +41,11 @@ Times = Callable[[list[int], int], list[float]]
 
 
 @contextmanager
-def client_of_pair(model: Path, folder: Path, dtype: str, stages: int = 1) -> Iterator["Client"]:
-    """A client of a running pair of kvrelay's, whose prefill worker has so many stages of a thread each."""
-    from clusters import local_cluster
-
-    from kvrelay.client import Client
-
-    config = folder / f"pair-{stages}.yaml"
-    config.write_text(CONFIG.format(model=json.dumps(str(model.resolve())), dtype=dtype, stages=stages))
-    with local_cluster("--config", str(config)) as router, Client(router) as client:
-        yield client
-
-
-@contextmanager
 def kvrelay_pair(model: Path, folder: Path, dtype: str) -> Iterator[Times]:
     """A running pair of kvrelay's."""
-    with client_of_pair(model, folder, dtype) as client:
+    from clusters import local_pair
+
+    with local_pair(model, folder, dtype) as client:
 
         def times(prompt: list[int], out: int) -> list[float]:
             chunks = client.generate(prompt, max_tokens=out, temperature=0.0, ignore_eos=True, timeout=120)
@@ -168,36 +143,14 @@ def alone(name: str, model: Path, dtype: str) -> None:
             report(f"tpot_{length}", statistics.median(following))
 
 
-def exposed(model: Path, dtype: str, stages: int) -> dict[str, Any]:
-    """Exposed seconds of hand-offs from one stage and from so many, in turn."""
-    found: dict[int, list[float]] = {1: [], stages: []}
-    random.seed(0)
-    with tempfile.TemporaryDirectory(prefix="pair-") as folder, ExitStack() as stack:
-        clients = {count: stack.enter_context(client_of_pair(model, Path(folder), dtype, count)) for count in found}
-        for number in range(1 + EXPOSED_PROMPTS):
-            prompt = random.choices(range(2, 8000), k=max(LENGTHS))
-            for count, client in clients.items():
-                done = client.complete(prompt, max_tokens=4, temperature=0.0, ignore_eos=True, timeout=120)
-                if number:  # the first one of each is a warm-up
-                    found[count].append(done.timeline.handoff_seconds)
-    rows = [{"stages": count, "seconds": spread(seconds, 4)} for count, seconds in found.items()]
-    ratio = statistics.median(found[stages]) / statistics.median(found[1])
-    return {"prompt tokens": max(LENGTHS), "rows": rows, "ratio": round(ratio, 3)}
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path, help="folder of a checkpoint")
     parser.add_argument("--alone", choices=PAIRS, help="time one system once")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="of both systems")
-    parser.add_argument("--stages", type=int, help="compare prefill workers of so many stages with those of one")
     add_options(parser)
     args = parser.parse_args()
     end_on_signal()
-    if args.stages:
-        result = own_setting("torch") | {"model": args.model.name} | exposed(args.model, args.dtype, args.stages)
-        print(json.dumps(result, indent=2))
-        return save(args.out, result) if args.out is not None else None
     if args.alone:
         return alone(args.alone, args.model, args.dtype)
     if args.peers is None:

@@ -6,8 +6,9 @@ flips back.
 Three phases of `--seconds`: 20 input tokens for each output token, then 1 for 4, then as at the start. Requests come at
 random times, whatever the answers do. Goodput is requests a second that met both targets, time to first token and mean
 time between tokens, of those that were sent. Every static split is simulated; the best `--splits` of them, and the
-policy, run on real processes: supervisor, router, eight workers on the hash model whose steps last as long as an A100's
-(`ratio_simulator.py` has the cost table and its source), clients over gRPC. `--simulate` leaves the processes out.
+policy, run on real processes: supervisor, router, the client of `kvrelay bench`, and eight workers on the hash model
+whose steps last as long as an A100's (`ratio_simulator.py` has the cost table and its source). `--simulate` leaves the
+processes out.
 
 After a flip, the cluster has converged again from the moment on from which 90 % of the requests that arrive in any
 CONVERGED_SECONDS of the phase meet both targets. The requests of a phase's last seconds are left out there: they run on
@@ -15,11 +16,9 @@ in the next one.
 """
 
 import argparse
-import asyncio
 import json
 import random
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -28,13 +27,13 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
-from clusters import plain_cluster
-from ratio_simulator import A100_OPT_66B, BLOCK, Job, Phase, Simulation, attained, goodput, traffic
+from clusters import plain_cluster, send
+from ratio_simulator import A100_OPT_66B, BLOCK, Phase, Seen, Simulation, attained, goodput, traffic
 from turns import end_on_signal, own_setting, save
 
-from kvrelay.client import AsyncClient
+from kvrelay.cli.bench.figures import good
+from kvrelay.cli.bench.workload import Ask
 from kvrelay.cluster.scaling.config import ScalingConfig
-from nemesis.load import Stream, ask
 from support.supervised import Supervised
 
 WORKERS = 8
@@ -47,10 +46,7 @@ CONVERGED_SECONDS, CONVERGED_SHARE = 5.0, 0.9
 TOUCHED_SECONDS = 10.0
 """Seconds before a flip; requests that arrive in them are touched by it."""
 ASKED_SECONDS = 15.0
-DRAIN_SECONDS = 30.0
-"""Seconds for the last requests, in the simulation."""
 STEP = 0.5
-REQUEST_SECONDS = 120.0
 VOCAB = 250
 
 
@@ -59,11 +55,11 @@ def phases(seconds: float) -> list[Phase]:
     return [Phase(seconds, *kind) for kind in (PREFILL_HEAVY, DECODE_HEAVY, PREFILL_HEAVY)]
 
 
-def converged(jobs: Sequence[Job], begin: float, end: float) -> float | None:
+def converged(requests: Sequence[Seen], begin: float, end: float) -> float | None:
     """Seconds from `begin` until requests met their targets for the rest of the phase; None if they never did."""
 
     def meets(since: float) -> bool:
-        return attained(jobs, TARGETS, since, min(end, since + CONVERGED_SECONDS)) >= CONVERGED_SHARE
+        return attained(requests, since, min(end, since + CONVERGED_SECONDS)) >= CONVERGED_SHARE
 
     first = end
     while first - STEP >= begin and meets(first - STEP):
@@ -71,52 +67,26 @@ def converged(jobs: Sequence[Job], begin: float, end: float) -> float | None:
     return None if first > end - CONVERGED_SECONDS else first - begin
 
 
-def figures(jobs: Sequence[Job], parts: Sequence[Phase]) -> dict[str, Any]:
+def figures(requests: Sequence[Seen], parts: Sequence[Phase]) -> dict[str, Any]:
     """Goodput and the other figures of one run."""
     total = sum(phase.seconds for phase in parts)
     edges = list(pairwise(accumulate((phase.seconds for phase in parts), initial=0.0)))
     return {
-        "goodput": round(goodput(jobs, TARGETS, total), 3),
-        "offered": round(len(jobs) / total, 3),
-        "met_both_targets": [round(attained(jobs, TARGETS, *each), 3) for each in edges],
-        "converged_seconds": [converged(jobs, begin, end - TOUCHED_SECONDS) for begin, end in edges[1:]],
+        "goodput": round(goodput(requests, total), 3),
+        "offered": round(len(requests) / total, 3),
+        "met_both_targets": [round(attained(requests, *each), 3) for each in edges],
+        "converged_seconds": [converged(requests, begin, end - TOUCHED_SECONDS) for begin, end in edges[1:]],
         "asked_seconds": ASKED_SECONDS,
     }
 
 
 def simulated(parts: Sequence[Phase], split: tuple[int, int], *, enabled: bool, seed: int) -> dict[str, Any]:
     """The figures of a run of the simulator."""
-    total = sum(phase.seconds for phase in parts)
-    config = replace(TARGETS, enabled=enabled)
-    done = Simulation(traffic(parts, seed), A100_OPT_66B, split, config, total + DRAIN_SECONDS).run()
-    found = figures(done.jobs, parts)
+    done = Simulation(parts, seed, A100_OPT_66B, split, replace(TARGETS, enabled=enabled))
+    found = figures(done.requests, parts)
     if enabled:
         found["decisions"] = [{"time": at, "reason": decision.reason} for at, decision in done.decisions]
     return found
-
-
-async def run(cluster: Supervised, jobs: Sequence[Job]) -> list[str]:
-    """Sends each request at its time, and waits for all answers; returns the error of each, or an empty text."""
-    began = time.monotonic()
-    async with AsyncClient(cluster.member("router-0").member.address) as client, asyncio.TaskGroup() as group:
-        asked = []
-        for number, job in enumerate(jobs):
-            await asyncio.sleep(began + job.arrival - time.monotonic())
-            asked.append(group.create_task(_ask(client, number, job, began)))
-    return [task.result() for task in asked]
-
-
-async def _ask(client: AsyncClient, number: int, job: Job, began: float) -> str:
-    prompt = tuple(random.Random(number).choices(range(VOCAB), k=job.prompt))
-    stream = Stream(f"job-{number}", prompt, job.completion, None, time.monotonic(), seconds=REQUEST_SECONDS)
-    await ask(client, stream)
-    error = stream.error
-    if not error and len(stream.tokens) != job.completion:
-        error = f"{len(stream.tokens)} of {job.completion} tokens"
-    job.arrival = stream.invoked - began  # this client may have been late itself
-    job.first = stream.times[0] - began if stream.times else None
-    job.last = None if error else stream.times[-1] - began
-    return error
 
 
 @contextmanager
@@ -145,10 +115,16 @@ def cluster(split: tuple[int, int], scaling: ScalingConfig) -> Iterator[Supervis
 def real(running: Supervised, parts: Sequence[Phase], seed: int) -> dict[str, Any]:
     """The figures of a run of real processes."""
     before, began = len(running.status().scaling.decisions), datetime.now(UTC).timestamp()
-    jobs = traffic(parts, seed)
-    errors = [error for error in asyncio.run(run(running, jobs)) if error]
-    found = figures(jobs, parts)
-    found |= {"requests": len(jobs), "failed": len(errors), "errors": sorted(set(errors))[:5]}
+    asks = [
+        Ask(tuple(random.Random(each.number).choices(range(VOCAB), k=each.prompt_tokens)), each.answer_tokens, each.at)
+        for each in traffic(parts, seed)
+    ]
+    done = send(running.member("router-0").member.address, asks, "")
+    limits = {"ttft": 1e3 * TARGETS.ttft_target_seconds, "tpot": 1e3 * TARGETS.tpot_target_seconds}
+    # A request counts from when it was sent: this client may have been late itself.
+    found = figures([(each.sent, each.ok and good(each, limits)) for each in done], parts)
+    errors = [each.error for each in done if not each.ok]
+    found |= {"requests": len(done), "failed": len(errors), "errors": sorted(set(errors))[:5]}
     decisions = list(running.status().scaling.decisions)[before:]
     if decisions:
         found["decisions"] = [{"time": round(each.time - began, 1), "reason": each.reason} for each in decisions]

@@ -7,14 +7,14 @@ has.
 """
 
 import asyncio
-import math
 import random
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from simulated.clock import run
-from simulated.cluster import END, FIRST_TOKEN, TOKENS, Cluster, Place, Question
-from simulated.worker import Machine, SimulatedWorker, StepSeconds
+from simulated.cluster import END, Cluster, Place
+from simulated.fleet import Targets, replay
+from simulated.traces import Arrival
+from simulated.worker import Machine, SimulatedWorker
 
 from kvrelay.cluster.scaling.config import ScalingConfig
 from kvrelay.cluster.scaling.forecast import Split
@@ -32,7 +32,7 @@ VOCABULARY, MAX_CONTEXT = 256, 4096
 
 
 @dataclass(frozen=True, slots=True)
-class CostTable(StepSeconds):
+class CostTable:
     """Costs of a step on one worker, in seconds, and sizes of the worker."""
 
     prefill_fixed: float
@@ -65,7 +65,7 @@ class CostTable(StepSeconds):
         return self.decode_fixed + self.decode_context * context + self.decode_stream * streams
 
     def seconds(self, chunks: Sequence[tuple[int, int]], contexts: Sequence[int]) -> float:
-        """Seconds of a step, as `StepSeconds.seconds`."""
+        """Seconds of a step, as `StepSeconds` has it."""
         seconds = self.prefill([tokens for _, tokens in chunks]) if chunks else 0.0
         return seconds + (self.decode(len(contexts), sum(contexts)) if contexts else 0.0)
 
@@ -80,7 +80,7 @@ class CostTable(StepSeconds):
             max_sequences=self.max_streams,
             prefix_cache=False,
         )
-        return Machine(self, spec, engine, self.kv_tokens, handoff_seconds=self.handoff)
+        return Machine(self.seconds, spec, engine, self.kv_tokens, handoff_seconds=self.handoff)
 
 
 A100_OPT_66B = CostTable(
@@ -109,145 +109,91 @@ class Phase:
     completion: int
 
 
-@dataclass(slots=True, eq=False)
-class Job:
-    """One request; times are seconds from the beginning of the run."""
-
-    arrival: float
-    prompt: int
-    """Tokens of the prompt; `completion` is in tokens, too."""
-    completion: int
-    first: float | None = None
-    last: float | None = None
-    """Time of the last token; None if not all of them have come."""
-
-    @property
-    def ttft(self) -> float:
-        return math.inf if self.first is None else self.first - self.arrival
-
-    @property
-    def tpot(self) -> float:
-        if self.first is None or self.last is None:
-            return math.inf
-        return (self.last - self.first) / max(1, self.completion - 1)
-
-    def good(self, config: ScalingConfig) -> bool:
-        """Whether the request has ended within both targets."""
-        return self.ttft <= config.ttft_target_seconds and self.tpot <= config.tpot_target_seconds
+Seen = tuple[float, bool]
+"""When a request arrived, in seconds from the beginning, and whether it met both targets."""
 
 
-def goodput(jobs: Sequence[Job], config: ScalingConfig, seconds: float) -> float:
-    """Requests a second that ended within both targets."""
-    return sum(job.good(config) for job in jobs) / seconds
+def goodput(requests: Sequence[Seen], seconds: float) -> float:
+    """Requests a second that met both targets."""
+    return sum(good for _, good in requests) / seconds
 
 
-def attained(jobs: Sequence[Job], config: ScalingConfig, begin: float, end: float) -> float:
+def attained(requests: Sequence[Seen], begin: float, end: float) -> float:
     """Share of the requests that arrived in a time and met both targets; 1 if none arrived."""
-    found = [job.good(config) for job in jobs if begin <= job.arrival < end]
+    found = [good for arrival, good in requests if begin <= arrival < end]
     return sum(found) / len(found) if found else 1.0
 
 
-def traffic(phases: Sequence[Phase], seed: int = 0) -> list[Job]:
+def traffic(phases: Sequence[Phase], seed: int = 0) -> list[Arrival]:
     """The requests of phases that follow one another."""
-    rng, jobs, begin = random.Random(seed), [], 0.0
+    rng, found, begin = random.Random(seed), list[Arrival](), 0.0
     for phase in phases:
         at = begin
         while (at := at + rng.expovariate(phase.rate)) < begin + phase.seconds:
             lengths = (max(2, round(mean * rng.uniform(0.75, 1.25))) for mean in (phase.prompt, phase.completion))
-            jobs.append(Job(at, *lengths))
+            found.append(Arrival(at, len(found), *lengths))
         begin += phase.seconds
-    return jobs
+    return found
 
 
 class Simulation:
-    """One run: `Simulation(...).run()`; afterwards it has the jobs, and what became of the split."""
+    """One run, which is over when the simulation is made; afterwards it has what became of the split."""
 
     def __init__(
-        self, jobs: Sequence[Job], table: CostTable, split: tuple[int, int], config: ScalingConfig, end: float
+        self, phases: Sequence[Phase], seed: int, table: CostTable, split: tuple[int, int], config: ScalingConfig
     ) -> None:
         """
         Args:
-            jobs: in order of arrival.
             split: workers of each role at the start.
             config: targets, and whether the policy changes anything.
-            end: when the run is over.
         """
-        self.jobs = list(jobs)
         self.splits: list[tuple[float, Split]] = []
         """Workers of each role that took requests, at many moments."""
         self.decisions: list[tuple[float, Decision]] = []
         self._table = table
         self._config = config
-        self._end = end
-        self._policy, self._meter = Policy(config), Meter()
         self._desired = Split(*split)
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._switching: set[asyncio.Task[None]] = set()
+        places = [Place("prefill", table.machine)] * split[0] + [Place("decode", table.machine)] * split[1]
+        targets = {name: getattr(config, name) for name in ("ttft_target_seconds", "tpot_target_seconds")}
+        options = {"classes": {INTERACTIVE: ServiceClass(**targets)}}
+        seconds = sum(phase.seconds for phase in phases)
+        done = replay(places, traffic(phases, seed), seconds, options, background=self._scale, max_tokens=0)
+        self.outcomes = done.outcomes
+        """Outcomes of all requests, in order of arrival."""
+        met = Targets(config.ttft_target_seconds, 0.0, config.tpot_target_seconds).met
+        self.requests: list[Seen] = [(each.arrival - done.began, met(each)) for each in done.outcomes]
 
-    def run(self) -> "Simulation":
-        """Runs to the end and returns itself; what has not ended by then never does."""
-        run(self._run())
-        return self
-
-    async def _run(self) -> None:
-        machine = self._table.machine
-        roles = [Place("prefill", machine)] * self._desired.prefill + [Place("decode", machine)] * self._desired.decode
-        targets = {name: getattr(self._config, name) for name in ("ttft_target_seconds", "tpot_target_seconds")}
-        self._cluster = cluster = Cluster(roles, {"classes": {INTERACTIVE: ServiceClass(**targets)}})
-        await cluster.start()
-        self._began = cluster.now
-        self._do(self._beat())
-        for number, job in enumerate(self.jobs):
-            await asyncio.sleep(self._began + job.arrival - cluster.now)
-            self._do(self._ask(number, job))
-        await asyncio.sleep(self._began + self._end - cluster.now)
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    def _do(self, work: Coroutine[None, None, None]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._done)
-
-    def _done(self, task: "asyncio.Task[None]") -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            asyncio.get_running_loop().call_exception_handler({"message": "the simulation failed", "exception": error})
-
-    async def _ask(self, number: int, job: Job) -> None:
-        tokens = random.Random(number).choices(range(FIRST_TOKEN, FIRST_TOKEN + TOKENS), k=job.prompt)
-        outcome = await self._cluster.ask(Question(f"job-{number}", tokens, job.completion + 1, job.completion))
-        job.first = None if outcome.first is None else outcome.first - self._began
-        if outcome.complete and outcome.last is not None:
-            job.last = outcome.last - self._began
-
-    # Scaling.
-
-    async def _beat(self) -> None:
-        """Gives the policy the reports that a supervisor gets, and carries out its decision."""
+    async def _scale(self, cluster: Cluster) -> None:
+        """Gives the policy the reports that a supervisor gets, and carries out its decisions."""
+        policy, meter, began = Policy(self._config), Meter(), cluster.now
         while True:
             await asyncio.sleep(BEAT_SECONDS)
-            now = self._cluster.now - self._began
-            workers = [self._report(worker) for worker in self._cluster.workers]
-            member, load = self._cluster.router._describe()
-            signals = self._meter.observe([*workers, MemberStatus(member=member, load=load)], now)
-            decision = self._policy.decide(signals, self._desired, workers, now)
+            now = cluster.now - began
+            workers = [report(cluster, worker) for worker in cluster.workers]
+            member, load = cluster.router._describe()
+            signals = meter.observe([*workers, MemberStatus(member=member, load=load)], now)
+            decision = policy.decide(signals, self._desired, workers, now)
             if decision is not None and self._config.enabled:
                 self.decisions.append((now, decision))
-                self._follow(decision)
+                self._follow(cluster, decision)
             self.splits.append((now, Split(signals.prefill, signals.decode)))
 
-    def _report(self, worker: SimulatedWorker) -> MemberStatus:
-        member = self._cluster.member(worker)
-        member.roles.extend((ROLE_PREFILL, ROLE_DECODE))
-        if worker.draining:
-            member.state = MEMBER_STATE_STARTING
-        return MemberStatus(member=member, load=worker.load())
-
-    def _follow(self, decision: Decision) -> None:
+    def _follow(self, cluster: Cluster, decision: Decision) -> None:
         """Changes roles. The number of workers stays: `min_workers` and `max_workers` are 0 here."""
         moved = sum(1 if role == "prefill" else -1 for role in decision.moves.values())
         self._desired = Split(self._desired.prefill + moved, self._desired.decode - moved)
         for name, role in decision.moves.items():
-            worker = next(worker for worker in self._cluster.workers if worker.id.name == name)
-            self._do(self._cluster.change_role(worker, role, self._table.switch))
+            worker = next(worker for worker in cluster.workers if worker.id.name == name)
+            task = asyncio.create_task(cluster.change_role(worker, role, self._table.switch))
+            self._switching.add(task)
+            task.add_done_callback(self._switching.discard)
+
+
+def report(cluster: Cluster, worker: SimulatedWorker) -> MemberStatus:
+    """What a worker tells the supervisor."""
+    member = cluster.member(worker)
+    member.roles.extend((ROLE_PREFILL, ROLE_DECODE))
+    if worker.draining:
+        member.state = MEMBER_STATE_STARTING
+    return MemberStatus(member=member, load=worker.load())

@@ -10,7 +10,7 @@ pools are the product's own, steps take what measured kernels take (`simulated/k
 400 Gbit/s does. `engine` runs two or four workers of this machine on a small model (`routing_engine.py`). `decision`
 measures the time of a decision (`routing_decision.py`).
 
-Folders: `--traces` has `mooncake/conversation_trace.jsonl` and `azure2023/*.csv`, `--calibration` the measurements that
+Folders: `--traces` has Mooncake's `mooncake/conversation_trace.jsonl`, `--calibration` the measurements that
 `simulated/kernels.py` names. Both are public; neither is part of the project.
 """
 
@@ -35,6 +35,7 @@ from simulated.fleet import (
     Background,
     Talk,
     Targets,
+    cancel_all,
     converse,
     highest_rate,
     refused_again,
@@ -42,9 +43,9 @@ from simulated.fleet import (
     ttft_of,
 )
 from simulated.kernels import LLAMA_3_1_8B, Kernels, checked
-from simulated.traces import Arrival, TraceName, at_rate, begun_later, oracle_hits, read
+from simulated.traces import Arrival, at_rate, begun_later, oracle_hits, read
 from simulated.worker import Machine
-from turns import end_on_signal, own_setting, save
+from turns import earlier, end_on_signal, own_setting, save
 
 from kvrelay.engine.config import EngineConfig
 from kvrelay.engine.models.spec import ModelSpec
@@ -240,7 +241,7 @@ def bounds(setup: Setup, rate: float) -> dict[str, float]:
     in steps with chunks of prompts, so that they take only what they add to such a step.
     """
     machine, arrivals = setup.machine, setup.arrivals(rate)
-    oracle, size, seconds = oracle_hits(arrivals), machine.engine.max_batch_tokens, machine.steps.seconds
+    oracle, size, seconds = oracle_hits(arrivals), machine.engine.max_batch_tokens, machine.seconds
     prefill = statistics.fmean(
         sum(
             seconds([(start, min(size, each.prompt_tokens - start))], [])
@@ -399,9 +400,7 @@ def _told(setup: Setup, rate: float, given: dict[str, object]) -> list[float]:
             await asyncio.sleep(began + each.at - cluster.now)
             tasks.append(asyncio.create_task(ask(each)))
         await asyncio.wait(tasks, timeout=PATIENCE_SECONDS)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_all(tasks)
 
     run(main())
     return errors
@@ -476,20 +475,18 @@ def h100(calibration: Path) -> Machine:
         block_size=64, max_batch_tokens=8192, max_sequences=256, kv_memory_bytes=1, step_seconds=TARGETS.tpot
     )
     kernels = Kernels(calibration, LLAMA_3_1_8B)
-    return Machine(kernels, spec, engine, KV_TOKENS, LLAMA_3_1_8B.kv_bytes, 1 / LINK_BYTES, HANDOFF_SECONDS)
+    return Machine(kernels.seconds, spec, engine, KV_TOKENS, LLAMA_3_1_8B.kv_bytes, 1 / LINK_BYTES, HANDOFF_SECONDS)
 
 
 def simulate(args: argparse.Namespace) -> None:
     machine = h100(args.calibration)
-    traces = {seed: begun_later(read(args.traces, args.trace, seed), seed / SEEDS) for seed in args.seeds}
+    traces = {seed: begun_later(read(args.traces, seed), seed / SEEDS) for seed in args.seeds}
     setup = Setup(machine, traces, *args.workers, args.seconds)
     wanted: list[str] = list(args.policies)
-    result: dict[str, Any] = json.loads(args.out.read_text()) if args.out and args.out.exists() else {}
-    found = result.setdefault(f"{args.trace} {args.workers[0]}+{args.workers[1]}", {})
+    result = earlier(args.out)
+    found = result.setdefault(f"conversation {args.workers[0]}+{args.workers[1]}", {})
     result["setting"] = {**own_setting(), "link_bytes_per_second": LINK_BYTES, "kv_tokens": KV_TOKENS}
-    if "kernels" not in result:
-        result["kernels"] = checked(args.calibration)
-        print(json.dumps(result["kernels"]), flush=True)
+    result["kernels"] = checked(machine.seconds, machine.engine.max_batch_tokens)
 
     def keep() -> None:
         if args.out is not None:
@@ -504,8 +501,8 @@ def simulate(args: argparse.Namespace) -> None:
 
 
 def measure_engines(args: argparse.Namespace) -> None:
-    """Clusters of this machine's workers, each at all rates; goodput is that of the best rate."""
-    from routing_engine import Kind, measure, show
+    """Clusters of this machine's workers, each at all rates."""
+    from routing_engine import Kind, measure
 
     half = args.workers // 2
     pair, all_alike = ("prefill", "decode") * half, ("colocated",) * (2 * half)
@@ -514,23 +511,18 @@ def measure_engines(args: argparse.Namespace) -> None:
         limit = {"step_seconds": bound / 1000}
         kinds[f"predicted {bound:g} ms"] = Kind(pair, options("predicted"), limit)
         kinds[f"colocated {bound:g} ms"] = Kind(all_alike, options("least_work"), limit)
-    for tokens in args.batch_tokens:
-        limit = {"max_batch_tokens": tokens}
-        kinds[f"pair {tokens}"] = Kind(pair, options("least_work"), limit)
-        kinds[f"colocated {tokens}"] = Kind(all_alike, options("least_work"), {**limit, "step_seconds": 0})
-    kinds = {name: kind for name, kind in kinds.items() if not args.kinds or name in args.kinds}
-    trace = read(args.traces, "conversation")
-    result: dict[str, Any] = json.loads(args.out.read_text()) if args.out and args.out.exists() else {}
+    chosen = {name: kind for name, kind in kinds.items() if not args.kinds or name in args.kinds}
+    trace = read(args.traces)
+    result = earlier(args.out)
     result["setting"] = {**own_setting("torch"), "model": args.model.name, "seconds": args.seconds}
     fleet = result.setdefault(f"{2 * half} workers", {})
-    for name, found in measure(args.model, kinds, pair, trace, args.rates, args.seconds, args.batch):
-        show(name, found)
+    for name, found in measure(args.model, chosen, kinds["pair"], trace, args.rates, args.seconds):
+        print(json.dumps({"kind": name, **found}), flush=True)
         if name == "idle":
             fleet["idle"] = found
         else:
             runs = [run for run in fleet.setdefault("runs", {}).get(name, []) if run["rate"] != found["rate"]]
             fleet["runs"][name] = [*runs, found]
-            fleet.setdefault("best", {})[name] = max(fleet["runs"][name], key=lambda run: run["goodput"])
         if args.out is not None:
             save(args.out, result)
 
@@ -539,7 +531,7 @@ def measure_decisions(args: argparse.Namespace) -> None:
     """Time of a decision."""
     from routing_decision import measure
 
-    result: dict[str, Any] = json.loads(args.out.read_text()) if args.out and args.out.exists() else {}
+    result = earlier(args.out)
     result["decision"] = {
         "setting": own_setting("numpy", "xxhash"),
         "rows": list(measure(args.prefixes, args.decisions)),
@@ -589,7 +581,6 @@ def main() -> None:
     simulated = commands.add_parser("simulated", help="fleets of H100s in simulated time")
     simulated.add_argument("--traces", type=Path, required=True, help="folder of the traces")
     simulated.add_argument("--calibration", type=Path, required=True, help="folder of the measured kernels")
-    simulated.add_argument("--trace", choices=TraceName.__args__, default="conversation")  # type: ignore[attr-defined]
     simulated.add_argument("--workers", type=int, nargs=2, default=(8, 8), metavar=("PREFILL", "DECODE"))
     simulated.add_argument("--policies", nargs="+", choices=(*POLICIES, *COLOCATED), default=(*POLICIES, *COLOCATED))
     simulated.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS)[:-1])
@@ -620,10 +611,6 @@ def main() -> None:
     engines.add_argument("--seconds", type=float, default=60.0, help="of each run")
     engines.add_argument("--workers", type=int, choices=(2, 4), default=2)
     engines.add_argument("--kinds", nargs="+", help="names of the clusters to measure; all by default")
-    engines.add_argument("--batch", type=int, default=0, help="requests of batch that are always under way besides")
-    engines.add_argument(
-        "--batch-tokens", type=int, nargs="+", default=[128, 512], help="tokens of a step: which suits best is shown"
-    )
     engines.add_argument(
         "--step-ms",
         type=float,

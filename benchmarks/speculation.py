@@ -1,6 +1,6 @@
 """Measure what guessed tokens save: the same prompts with each method in turn.
 
-    python benchmarks/speculation.py [--minutes 9] [--model pico] [--draft pico-draft ...] [--out FILE]
+    python benchmarks/speculation.py [--minutes 9] [--model pico] [--draft pico-draft] [--out FILE]
     python benchmarks/speculation.py --quick        # checks every guess, once; its figures mean nothing
     python benchmarks/speculation.py --model MODEL --draft smollm2   # MODEL of `checkpoint.py --gguf smollm2`
 
@@ -27,8 +27,7 @@ of the rounds' own ratios, and `ratio_range` their quartiles. `again` is `off` o
 noise. `accepted` is the share of checked guesses that were kept, `step_tokens` how many tokens of all sequences a step
 with guesses yielded, `saved` the share of the time without guesses that was saved, by the engine's own measurements.
 
-The second of several drafts is the method `draft_2`, and so on. `always` is the first one with `adaptive: false` and
-three guesses in every step.
+`always` is `draft` with `adaptive: false` and three guesses in every step.
 """
 
 import argparse
@@ -202,32 +201,30 @@ class Cell:
         return found
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser()
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="pico")
-    parser.add_argument("--draft", default=["pico-draft"], nargs="+", help="one or more, to compare")
+    parser.add_argument("--draft", default="pico-draft")
     parser.add_argument("--minutes", type=float, default=9.0, help="of wall time, for all")
     parser.add_argument("--quick", action="store_true", help="one short round")
     parser.add_argument("--out", type=Path)
-    args = parser.parse_args(arguments)
+    args = parser.parse_args()
     began = time.monotonic()
     folder = resolve(args.model)
-    drafts = {f"draft_{place}" if place > 1 else "draft": resolve(name) for place, name in enumerate(args.draft, 1)}
     methods = {
         "off": SpeculationConfig(),
         "again": SpeculationConfig(),
         "ngram": SpeculationConfig("ngram"),
         "suffix": SpeculationConfig("suffix"),
+        "draft": SpeculationConfig("draft", str(resolve(args.draft)), max_tokens=4),
+        "always": SpeculationConfig("draft", str(resolve(args.draft)), max_tokens=ALWAYS, adaptive=False),
     }
-    methods |= {name: SpeculationConfig("draft", str(draft), max_tokens=4) for name, draft in drafts.items()}
-    methods["always"] = replace(methods["draft"], max_tokens=ALWAYS, adaptive=False)
     options = EngineConfig(threads=1, kv_memory_bytes=64 << 20, prefix_cache=False).on("cpu")
     runner = build_cpu_runner(folder, "auto", options)
-    small = {name: build_cpu_runner(draft, "auto", options) for name, draft in drafts.items()}
+    small = build_cpu_runner(resolve(args.draft), "auto", options)
     engines = {}
     for name, speculation in methods.items():
-        draft = small.get("draft" if name == "always" else name)
-        guesses = None if draft is None else DraftProposer(draft, options.max_batch_tokens)
+        guesses = DraftProposer(small, options.max_batch_tokens) if speculation.method == "draft" else None
         speculation = replace(speculation, adaptive=speculation.adaptive and not args.quick)
         engines[name] = engine_on(runner, replace(options, speculation=speculation), guesses)
         engines[name].warm_up()

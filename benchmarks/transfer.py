@@ -13,7 +13,7 @@ One JSON line per cell, with its limit.
                  --pin gives each process its own core.
     exposed      the whole road (gRPC client, router, one prefill and one decode worker), cold prompts, one at a time:
                  from the end of prefill to the decode worker's acknowledged commit. Needs --model, a checkpoint in
-                 bfloat16.
+                 bfloat16. With `--stages 1 2`, pairs whose prefill workers have one pipeline stage and two take turns.
 """
 
 import argparse
@@ -25,7 +25,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, ExitStack
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -35,11 +35,11 @@ from typing import Any
 
 import psutil
 import torch
-from clusters import local_cluster
+from clusters import local_pair
 from torch.distributed import FileStore, ProcessGroupGloo
 from turns import own_setting, save, spread
 
-from kvrelay.client import Client
+from kvrelay.client import Timeline
 from kvrelay.cluster import certificates
 from kvrelay.decode_worker.handoff_service import HandoffService
 from kvrelay.engine.kv.layout import KVLayout
@@ -286,29 +286,34 @@ def throughput(sizes: Sequence[int], repeats: int, transport: str, pin: bool) ->
             os.sched_setaffinity(0, cores)
 
 
-def exposed(model: Path, lengths: Sequence[int], repeats: int) -> list[dict[str, Any]]:
+def exposed(model: Path, lengths: Sequence[int], repeats: int, stages: Sequence[int]) -> list[dict[str, Any]]:
+    """Pairs whose prefill workers have so many stages, side by side, which get each prompt in turn."""
     cells = []
     rng = random.Random(0)
-    with local_cluster("--model", str(model), "--dtype", "bfloat16") as router, Client(router) as client:
+    with tempfile.TemporaryDirectory(prefix="kvrelay-transfer-") as folder, ExitStack() as stack:
+        clients = {each: stack.enter_context(local_pair(model, Path(folder), "bfloat16", each)) for each in stages}
         for length in lengths:
-            timelines = []
-            for _ in range(repeats + 1):
+            timelines: dict[int, list[Timeline]] = {each: [] for each in stages}
+            for number in range(repeats + 1):
                 prompt = rng.choices(range(2, 4000), k=length)
-                done = client.complete(prompt, max_tokens=2, temperature=0.0, ignore_eos=True, timeout=120)
-                timelines.append(done.timeline)
-            seen = timelines[1:]
-            share = [100 * each.handoff_seconds / each.prefill_seconds for each in seen]
-            cell = {
-                "part": "exposed",
-                "tokens": length,
-                "bytes": seen[0].transfer_bytes,
-                "handoff_ms": spread([each.handoff_seconds * 1e3 for each in seen], 2),
-                "prefill_ms": spread([each.prefill_seconds * 1e3 for each in seen], 1),
-                "percent_of_prefill": spread(share, 2),
-                "asked": ASKED_EXPOSED_PERCENT if length >= 2048 else None,
-            }
-            print(json.dumps(cell), flush=True)
-            cells.append(cell)
+                for each, client in clients.items():
+                    done = client.complete(prompt, max_tokens=4, temperature=0.0, ignore_eos=True, timeout=120)
+                    if number:  # the first one warms up
+                        timelines[each].append(done.timeline)
+            for each, seen in timelines.items():
+                share = [100 * timeline.handoff_seconds / timeline.prefill_seconds for timeline in seen]
+                cell = {
+                    "part": "exposed",
+                    "tokens": length,
+                    "stages": each,
+                    "bytes": seen[0].transfer_bytes,
+                    "handoff_ms": spread([timeline.handoff_seconds * 1e3 for timeline in seen], 2),
+                    "prefill_ms": spread([timeline.prefill_seconds * 1e3 for timeline in seen], 1),
+                    "percent_of_prefill": spread(share, 2),
+                    "asked": ASKED_EXPOSED_PERCENT if length >= 2048 else None,
+                }
+                print(json.dumps(cell), flush=True)
+                cells.append(cell)
     return cells
 
 
@@ -319,7 +324,8 @@ def main() -> None:
     parser.add_argument("--transports", nargs="*", default=["shm", "tcp", "gloo"], help="best first, one after another")
     parser.add_argument("--pin", action="store_true", help="each process of the throughput part on a core of its own")
     parser.add_argument("--model", type=Path, help="checkpoint of the exposed part")
-    parser.add_argument("--tokens", type=int, nargs="*", default=[512, 2048])
+    parser.add_argument("--tokens", type=int, nargs="*", default=[512, 2048], help="of the exposed part's prompts")
+    parser.add_argument("--stages", type=int, nargs="*", default=[1], help="of its prefill workers: a pair for each")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     wrong = [size for size in args.sizes if size < 1 or size % LAYOUT.token_bytes]
@@ -328,7 +334,7 @@ def main() -> None:
     cells = []
     for transport in args.transports if args.sizes else ():
         cells += throughput(args.sizes, args.repeats, transport, args.pin)
-    cells += exposed(args.model, args.tokens, args.repeats) if args.model is not None else []
+    cells += exposed(args.model, args.tokens, args.repeats, args.stages) if args.model is not None else []
     if args.out is not None:
         pinned = {"frame_bytes": TransferConfig().frame_bytes, "pinned": args.pin, "cells": cells}
         save(args.out, own_setting("torch", "grpcio", "xxhash") | pinned)

@@ -185,6 +185,11 @@ def compare(
         print(json.dumps({"cell": cell, **row}))
 
 
+def earlier(path: Path | None) -> dict[str, Any]:
+    """The results that a file has so far."""
+    return dict(json.loads(path.read_text())) if path is not None and path.exists() else {}
+
+
 def save(path: Path, result: Mapping[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=2) + "\n")

@@ -168,17 +168,13 @@ class StepFit:
             del self._gathered[stratum]
             self._take_mean(gathered, stratum)
 
-    def add_interval(self, work: StepWork, seconds: float, count: int = 1) -> None:
+    def add_interval(self, work: StepWork, seconds: float) -> None:
         """Takes the time from the end of the step before a step with this work to its own end: the time between two
-        tokens of the sequences that decode in it.
-
-        Args:
-            count: number of steps with this work; `seconds` is their mean.
-        """
+        tokens of the sequences that decode in it."""
         if work.sequences and (cost := self.cost()) is not None:
             extra = min(LONGEST_EXTRA, seconds - cost.seconds(work._replace(prompt_tokens=0, prompt_pairs=0.0)))
-            self._intervals += count
-            self.extra += (extra - self.extra) * min(1.0, count / min(self._intervals, INTERVALS))
+            self._intervals += 1
+            self.extra += (extra - self.extra) / min(self._intervals, INTERVALS)
 
     def _take_mean(self, steps: list[tuple[StepWork, float]], stratum: int) -> None:
         """Takes steps of one stratum. One that took far longer than the others was a pause of the process."""

@@ -12,7 +12,6 @@ its own, which the machine gives less of its cores than the cluster. ROW is one 
 """
 
 import argparse
-import json
 import sys
 import tempfile
 import time
@@ -20,15 +19,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-sys.path[0] = str(Path(__file__).parents[1])
+sys.path[:1] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2] / "tests")]
 
-from turns import end_on_signal, own_setting, save  # noqa: E402
+from turns import earlier, end_on_signal, own_setting, save  # noqa: E402
 
-from siege import bodies, rows  # noqa: E402  # after the path
+from siege import rows  # noqa: E402  # after the path
 from siege.witness import Given, Measure  # noqa: E402
 
 ROWS: dict[str, Callable[[Given], list[Measure]]] = {
-    "bodies": bodies.bodies,
+    "bodies": rows.bodies,
     "deadlines": rows.deadlines,
     "kv": rows.kv,
     "tenant": rows.tenant,
@@ -46,7 +45,7 @@ def shown(row: str, measures: Sequence[Measure]) -> str:
     return "\n".join([row, *lines])
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("rows", nargs="*", metavar="ROW", help="by default all")
     parser.add_argument("--seconds", type=float, default=60.0, help="of an attack")
@@ -55,13 +54,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", default="", help="a part of the row, by a piece of its name")
     parser.add_argument("--json", type=Path, help="file for the results; rows that it has and that don't run stay")
     parser.add_argument("--folder", type=Path, help="for logs; by default one that is removed")
-    args = parser.parse_args(arguments)
+    args = parser.parse_args()
     if unknown := set(args.rows) - ROWS.keys():
         parser.error(f"ROW is {', '.join(sorted(unknown))}; allowed: {', '.join(ROWS)}")
     end_on_signal()
-    results = {}
-    if args.json is not None and args.json.exists():
-        results = json.loads(args.json.read_text()).get("rows", {})
+    results = earlier(args.json).get("rows", {})
     missed = False
     with tempfile.TemporaryDirectory(prefix="siege-") as temporary:
         for row in args.rows or ROWS:

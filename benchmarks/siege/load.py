@@ -10,7 +10,10 @@ signed the router's, or null without TLS; `key`; and those that the functions of
 import asyncio
 import itertools
 import json
+import math
 import random
+import re
+import ssl
 import sys
 import time
 from collections import Counter
@@ -27,19 +30,62 @@ import grpc  # noqa: E402
 from kvrelay.client import AsyncClient, KvrelayError  # noqa: E402
 from kvrelay.router.doors.sockets import raise_limit  # noqa: E402
 from nemesis.load import REQUEST_SECONDS, Sizes, Stream, ask, draw, tls_of  # noqa: E402
-from siege.deadlines import authorization, channel, deadlines, session, web_tls  # noqa: E402
+from support.costly import METHODS  # noqa: E402
 from support.hostile import GENERATE, client_tls, half_a_call, left_open  # noqa: E402
 
 Options = dict[str, Any]
 CALL_SECONDS = 60.0
+AT_ONCE = 16
+"""Requests with deadlines at a time."""
+DEADLINE_SECONDS = 20.0
+"""Seconds after which a request has no answer, whatever its deadline."""
 KEPT = 20
-"""Answers of a kind that are kept as examples."""
+"""Kinds of answers of which an example is kept."""
+GRPC_CODES = {"OK", "CANCELLED", "INVALID_ARGUMENT", "NOT_FOUND", "PERMISSION_DENIED", "UNAUTHENTICATED", "ABORTED"} | {
+    *("RESOURCE_EXHAUSTED", "DEADLINE_EXCEEDED", "UNAVAILABLE", "UNIMPLEMENTED", "FAILED_PRECONDITION", "OUT_OF_RANGE")
+}
+"""Statuses that aren't a defect's; UNAVAILABLE must say why."""
 AMBIGUOUS = 'start: a\na: a a | a a a | "x" | ""\n'
 """A grammar with very many derivations of each text."""
 
 
 def client(options: Options) -> AsyncClient:
     return AsyncClient(options["grpc"], api_key=options["key"], tls=tls_of(options["authority"] or ""))
+
+
+def channel(options: Options) -> grpc.aio.Channel:
+    """Opens a channel to the router of `options["grpc"]`, with TLS if there is an `authority`."""
+    tls = tls_of(options["authority"] or "")
+    if tls is None:
+        return grpc.aio.insecure_channel(options["grpc"])
+    return grpc.aio.secure_channel(options["grpc"], tls.credentials(), options=tls.options(()))
+
+
+def session(options: Options, seconds: float | None) -> aiohttp.ClientSession:
+    """Opens an HTTP session whose paths are on the router at `options["http"]`, with the key of `options`."""
+    tls = web_tls(options)
+    return aiohttp.ClientSession(
+        f"http{'s' if tls else ''}://{options['http']}",
+        connector=aiohttp.TCPConnector(limit=0, ssl=tls or True),
+        headers={"Authorization": f"Bearer {options['key']}", "Content-Type": "application/json"},
+        timeout=aiohttp.ClientTimeout(seconds),
+    )
+
+
+def web_tls(options: Options) -> ssl.SSLContext | None:
+    return None if options["authority"] is None else client_tls(options["authority"], "http/1.1")
+
+
+async def call(options: Options, calling: grpc.aio.Channel, method: str, data: bytes, seconds: float) -> str:
+    """Sends a message to a method of gRPC, with the key of `options`.
+
+    Raises:
+        grpc.aio.AioRpcError: the call failed.
+    """
+    key = (("authorization", f"Bearer {options['key']}"),)
+    async for _ in calling.unary_stream(method)(data, timeout=seconds, metadata=key):
+        pass
+    return "gRPC OK"
 
 
 def noted(stream: Stream) -> dict[str, Any]:
@@ -115,14 +161,21 @@ async def until_stopped(stop: asyncio.Event, tasks: list[asyncio.Task[None]], gr
             raise result
 
 
-async def repeated(stop: asyncio.Event, connections: int, send: Callable[[int], Awaitable[str]]) -> dict[str, Any]:
-    """Each of the connections sends again and again; counts what came of it."""
+async def repeated(
+    stop: asyncio.Event, connections: int, send: Callable[[int], Awaitable[str]], count: float = math.inf
+) -> dict[str, Any]:
+    """Each of the connections sends again and again; counts what came of it.
+
+    Args:
+        send: sends the request of a number, and says what came of it; the first two words are its kind.
+        count: numbers are less.
+    """
     outcomes: Counter[str] = Counter()
     examples: dict[str, str] = {}
 
     async def one(number: int) -> None:
         """Errors of a call count by their status."""
-        while not stop.is_set():
+        while number < count and not stop.is_set():
             try:
                 said = await send(number)
             except (aiohttp.ClientError, OSError, TimeoutError, grpc.RpcError, KvrelayError) as error:
@@ -132,10 +185,14 @@ async def repeated(stop: asyncio.Event, connections: int, send: Callable[[int], 
             kind = " ".join(said.split()[:2])
             outcomes[kind] += 1
             if len(examples) < KEPT:
-                examples.setdefault(kind, said[:300])
+                examples.setdefault(kind, said[:600])
             number += connections
 
-    await until_stopped(stop, [asyncio.create_task(one(number)) for number in range(connections)], grace=2.0)
+    tasks = [asyncio.create_task(one(number)) for number in range(connections)]
+    if math.isfinite(count):
+        await asyncio.gather(*tasks)
+    else:
+        await until_stopped(stop, tasks, grace=2.0)
     return {"outcomes": outcomes, "examples": examples}
 
 
@@ -150,10 +207,7 @@ async def bodies(options: Options, stop: asyncio.Event) -> dict[str, Any]:
         async def send(number: int) -> str:
             path, data = requests[number % len(requests)]
             if "Service/" in path:
-                call = calling.unary_stream(path)(data, timeout=CALL_SECONDS, metadata=authorization(options))
-                async for _ in call:
-                    pass
-                return "gRPC OK"
+                return await call(options, calling, path, data, CALL_SECONDS)
             async with web.post(path, data=data) as response:
                 text = await response.text()
                 return f"HTTP {response.status} {path} {text}"
@@ -232,6 +286,48 @@ async def partial_requests(options: Options, stop: asyncio.Event) -> dict[str, A
 
     await until_stopped(stop, [asyncio.create_task(one()) for _ in range(options["count"])])
     return {}
+
+
+async def deadlines(options: Options, stop: asyncio.Event) -> dict[str, Any]:
+    """Requests whose deadline is any time between 0.3 ms and 1 s, on both interfaces; what only a defect answers begins
+    with an exclamation mark. Options: `count`, `seed`."""
+    rng = random.Random(options["seed"])
+    within = [10 ** rng.uniform(-3.5, 0.0) for _ in range(options["count"])]
+    request = type(METHODS["Generate"])()
+    request.CopyFrom(METHODS["Generate"])
+    request.sampling.max_tokens = 32  # type: ignore[attr-defined]  # it is a GenerateRequest
+    async with channel(options) as calling, session(options, DEADLINE_SECONDS) as web:
+
+        async def send(number: int) -> str:
+            seconds = within[number]
+            if number % 2:
+                return await over_grpc(options, calling, request.SerializeToString(), seconds)
+            return await over_http(web, seconds, streamed=number % 4 == 0)
+
+        return await repeated(stop, AT_ONCE, send, options["count"])
+
+
+async def over_http(web: aiohttp.ClientSession, seconds: float, *, streamed: bool) -> str:
+    body = {"prompt": "a", "max_tokens": 32, "stream": streamed}
+    given = {"X-Request-Timeout": f"{seconds:.6f}"}
+    try:
+        async with web.post("/v1/completions", json=body, headers=given) as response:
+            status, text = response.status, await response.text()
+    except (aiohttp.ClientError, OSError, TimeoutError) as error:
+        return f"! {type(error).__name__} {error} with {seconds:.6f} s"
+    right = status in (200, 429, 503, 504) and (status == 200 or json.loads(text)["error"]["message"])
+    if not right or (re.search(r'"server_error"|defect', text) and status == 200 and "deadline" not in text):
+        return f"! HTTP {status} with {seconds:.6f} s: {text[-400:]}"
+    return f"HTTP {status}"
+
+
+async def over_grpc(options: Options, calling: grpc.aio.Channel, data: bytes, seconds: float) -> str:
+    try:
+        return await call(options, calling, GENERATE, data, seconds)
+    except grpc.aio.AioRpcError as error:
+        name, details = error.code().name, error.details() or ""
+        right = name in GRPC_CODES and (name != "UNAVAILABLE" or bool(details)) and "defect" not in details
+        return f"{'gRPC' if right else '! gRPC'} {name} {details} {data[:100]!r}"
 
 
 KINDS: dict[str, Callable[[Options, asyncio.Event], Awaitable[dict[str, Any]]]] = {

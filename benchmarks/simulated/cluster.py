@@ -164,11 +164,6 @@ class Cluster:
         index = len(sequence.tokens) - sequence.request.prompt_tokens
         return END if index + 1 == length else FIRST_TOKEN + (seed + index * (1 + seed % 7)) % TOKENS
 
-    def tokens_left(self, sequence: EngineSequence) -> int:
-        """Tokens that the model has yet to generate for a sequence, one at least."""
-        length = self._answers.get(sequence.request.request_id.rpartition("/")[0], (0, 0))[1]
-        return max(1, min(length - sequence.generated, sequence.request.most_tokens - len(sequence.tokens)))
-
     async def ask(self, question: Question) -> Outcome:
         """Sends a request, and returns when it has ended."""
         outcome = Outcome(question, self.now)

@@ -5,6 +5,7 @@ import random
 import statistics
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from simulated.clock import run
 from simulated.cluster import FIRST_TOKEN, TOKENS, Cluster, Outcome, Place, Question
@@ -88,6 +89,16 @@ Prepare = Callable[[Cluster], None]
 Background = Callable[[Cluster], Coroutine[None, None, None]]
 
 
+async def cancel_all(tasks: Iterable[asyncio.Task[Any]]) -> None:
+    """Cancels tasks; an error of one is raised."""
+    tasks = list(tasks)
+    for task in tasks:
+        task.cancel()
+    for result in await asyncio.gather(*tasks, return_exceptions=True):
+        if isinstance(result, Exception):
+            raise result
+
+
 def replay(
     places: Sequence[Place],
     arrivals: Sequence[Arrival],
@@ -115,23 +126,20 @@ def replay(
         prepare(cluster)
         await cluster.start()
         found = Run(seconds, began=cluster.now)
-        other = asyncio.create_task(background(cluster)) if background is not None else None
+        other = [asyncio.create_task(background(cluster))] if background is not None else []
         tasks: dict[asyncio.Task[Outcome], Outcome] = {}
         for each in arrivals:
             await asyncio.sleep(found.began + each.at - cluster.now)
             most = max(max_tokens, each.answer_tokens)
             question = Question(f"q-{each.number}", each.prompt(), each.answer_tokens, most, service_class)
             tasks[asyncio.create_task(cluster.ask(question))] = Outcome(question, cluster.now, error="not ended")
-        if other is not None:
-            other.cancel()
+        for task in other:
+            task.cancel()
         found.busy = {each.id.name: each.busy_seconds / (cluster.now - found.began) for each in cluster.workers}
         if tasks:
             await asyncio.wait(tasks, timeout=PATIENCE_SECONDS)
-        for task, unfinished in tasks.items():
-            found.outcomes.append(task.result() if task.done() else unfinished)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        found.outcomes = [task.result() if task.done() else unfinished for task, unfinished in tasks.items()]
+        await cancel_all([*other, *tasks])
         return found
 
     return run(main())
@@ -242,11 +250,7 @@ def converse(
         users = [asyncio.create_task(user(cluster, number, found)) for number in range(talk.users)]
         await asyncio.wait(users, timeout=seconds, return_when=asyncio.FIRST_EXCEPTION)
         found.busy = {each.id.name: each.busy_seconds / (cluster.now - began) for each in cluster.workers}
-        for task in users:
-            task.cancel()
-        for result in await asyncio.gather(*users, return_exceptions=True):
-            if isinstance(result, Exception):
-                raise result
+        await cancel_all(users)
         return found
 
     return run(main())

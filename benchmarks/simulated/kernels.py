@@ -1,18 +1,18 @@
 """Seconds of a model's steps on a GPU, composed from measured kernels.
 
-    step = layers * (4 GEMMs + attention + elementwise kernels + collectives) + the head's GEMM + overhead
+    step = layers * (4 GEMMs + attention + elementwise kernels) + the head's GEMM + overhead
 
-The folder of measurements has `aic_gemm_measured.csv`, `aic_context_attention_measured.csv`,
-`aic_generation_attention_measured.csv` and `aic_collectives_measured.csv`, with the columns that their users need here.
-Sizes between measured ones are interpolated between their logarithms; beyond the largest, time grows as the work does.
+The folder of measurements has `aic_gemm_measured.csv`, `aic_context_attention_measured.csv` and
+`aic_generation_attention_measured.csv`, with the columns that are read here. Sizes between measured ones are
+interpolated between their logarithms; beyond the largest, time grows as the work does.
 """
 
 import csv
+import json
 import math
-import statistics
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
@@ -24,6 +24,8 @@ LAYER_OVERHEAD = 8e-6
 """Seconds of a layer's small kernels (two norms, rotation, activation, writing KV), however few the tokens: stated."""
 MEMORY_SECONDS = 1 / 2.7e12
 """Seconds for each byte that these kernels read or write: the H100's 3.35 TB/s at 80 %."""
+MEASURED = Path(__file__).parents[1] / "results" / "gpu-h100.json"
+"""Steps of LLAMA_3_1_8B that `gpu.py` has measured on an H100."""
 
 
 class Curve:
@@ -66,7 +68,7 @@ class Surface:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A decoder of the Llama family, on so many GPUs that share each layer."""
+    """A decoder of the Llama family."""
 
     layers: int
     hidden: int
@@ -74,19 +76,17 @@ class Shape:
     kv_heads: int
     feed_forward: int
     vocabulary: int
-    gpus: int = 1
     head_dim: int = 128
 
     @property
     def gemms(self) -> tuple[tuple[int, int], ...]:
-        """(n, k) of a layer's products on one GPU: query, key and value; output; gate and up; down."""
-        each, heads = self.gpus, self.heads * self.head_dim
-        kv = max(1, self.kv_heads // each) * self.head_dim
+        """(n, k) of a layer's products: query, key and value; output; gate and up; down."""
+        heads, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
         return (
-            (heads // each + 2 * kv, self.hidden),
-            (self.hidden, heads // each),
-            (2 * self.feed_forward // each, self.hidden),
-            (self.hidden, self.feed_forward // each),
+            (heads + 2 * kv, self.hidden),
+            (self.hidden, heads),
+            (2 * self.feed_forward, self.hidden),
+            (self.hidden, self.feed_forward),
         )
 
     @property
@@ -96,7 +96,6 @@ class Shape:
 
 
 LLAMA_3_1_8B = Shape(32, 4096, 32, 8, 14336, 128256)
-LLAMA_2_70B = Shape(80, 8192, 64, 8, 28672, 32000)
 
 
 def _rows(folder: Path, name: str) -> list[dict[str, str]]:
@@ -104,7 +103,7 @@ def _rows(folder: Path, name: str) -> list[dict[str, str]]:
         return [row for row in csv.DictReader(file) if row["system"] == "h100_sxm"]
 
 
-class Kernels(StepSeconds):
+class Kernels:
     """Steps of a model on H100s."""
 
     def __init__(self, folder: Path, shape: Shape) -> None:
@@ -115,37 +114,27 @@ class Kernels(StepSeconds):
                 at = products.setdefault((int(row["n"]), int(row["k"])), {})
                 at[float(row["m"])] = float(row["latency_ms"]) / 1e3
         self._products = products
-        heads = min(64, shape.heads // shape.gpus)
         self._context = Surface(
             {
                 (float(row["batch_size"]), float(row["isl"])): float(row["latency_ms"]) / 1e3
                 for row in _rows(folder, "aic_context_attention_measured.csv")
-                if int(row["num_heads"]) == heads
+                if int(row["num_heads"]) == shape.heads
             }
         )
         self._generation = Surface(
             {
                 (float(row["batch_size"]), float(row["step"])): float(row["latency_ms"]) / 1e3
                 for row in _rows(folder, "aic_generation_attention_measured.csv")
-                if int(row["num_heads"]) == heads
+                if int(row["num_heads"]) == shape.heads
             }
-        )
-        self._reduce = Curve(
-            {
-                float(row["message_elems_2B"]): float(row["latency_ms"]) / 1e3
-                for row in _rows(folder, "aic_collectives_measured.csv")
-                if row["op_name"] == "all_reduce" and int(row["num_gpus"]) == shape.gpus and row["impl"] == "nccl"
-            }
-            if shape.gpus > 1
-            else {1.0: 1e-12}
         )
         sizes = sorted({m for points in products.values() for m in points})
         self._linear = Curve({m: self._layer(m) for m in sizes})
-        self._head = Curve({m: self._gemm(m, shape.vocabulary // shape.gpus, shape.hidden) for m in sizes})
+        self._head = Curve({m: self._gemm(m, shape.vocabulary, shape.hidden) for m in sizes})
         self.attend = lru_cache(1 << 16)(self._attend)
 
     def seconds(self, chunks: Sequence[tuple[int, int]], contexts: Sequence[int]) -> float:
-        """Seconds of a step, as `StepSeconds.seconds`. A chunk behind a prefix attends for as long as a whole prompt
+        """Seconds of a step, as `StepSeconds` has it. A chunk behind a prefix attends for as long as a whole prompt
         with as many pairs of tokens does."""
         tokens = sum([count for _, count in chunks]) + len(contexts)
         attention = sum([self._context(1.0, self._equal(start, count)) for start, count in chunks])
@@ -153,11 +142,6 @@ class Kernels(StepSeconds):
             attention += self.attend(len(contexts), sum(contexts) // len(contexts) // 16)
         layers = self._shape.layers
         return STEP_OVERHEAD + layers * (self._linear(tokens) + attention) + self._head(len(chunks) + len(contexts))
-
-    def prompts(self, batch: int, tokens: int) -> float:
-        """Seconds of a step with `batch` whole prompts of so many tokens."""
-        attention = self._context(batch, tokens)
-        return STEP_OVERHEAD + self._shape.layers * (self._linear(batch * tokens) + attention) + self._head(batch)
 
     @staticmethod
     def _equal(start: int, count: int) -> float:
@@ -173,11 +157,8 @@ class Kernels(StepSeconds):
         shape = self._shape
         seconds = sum(self._gemm(tokens, n, k) for n, k in shape.gemms) + LAYER_OVERHEAD
         # Norms and residual read and write the hidden state four times each, the activation reads two numbers for one.
-        wide = 8 * shape.hidden + (3 * shape.feed_forward + 3 * shape.heads * shape.head_dim) / shape.gpus
-        seconds += tokens * 2 * wide * MEMORY_SECONDS
-        if shape.gpus > 1:
-            seconds += 2 * self._reduce(tokens * shape.hidden)
-        return seconds
+        wide = 8 * shape.hidden + 3 * shape.feed_forward + 3 * shape.heads * shape.head_dim
+        return seconds + tokens * 2 * wide * MEMORY_SECONDS
 
     def _gemm(self, m: float, n: int, k: int) -> float:
         """Seconds of a product between the measured sizes around it."""
@@ -189,32 +170,22 @@ class Kernels(StepSeconds):
         return Curve({float(each): seconds for each, seconds in column.items()})(n)
 
 
-def checked(folder: Path) -> dict[str, dict[str, float]]:
-    """Errors of the composing on measured steps of Llama-2-70B (`splitwise_measured_prefill_decode.csv`), by phase and
-    number of GPUs: the median, and what is left of it after the best factor.
-
-    That software launched each kernel by itself: on 8 GPUs a step of decode takes 30 ms whatever it computes, which is
-    the host's time. A factor that all rows have in common is of the software; what differs between them is composing.
-    """
-    found: dict[str, dict[str, float]] = {}
-    with (folder / "splitwise_measured_prefill_decode.csv").open() as file:
-        rows = [row for row in csv.DictReader(file) if row["hardware"] == "h100-80gb" and not row["flag"]]
-    for gpus in (2, 8):
-        kernels = Kernels(folder, replace(LLAMA_2_70B, gpus=gpus))
-        ratios: dict[str, list[float]] = {"prefill": [], "decode": []}
-        for row in rows:
-            if int(row["tensor_parallel"]) != gpus:
-                continue
-            prompt, batch, out = int(row["prompt_size"]), int(row["batch_size"]), int(row["token_size"])
-            ratios["prefill"].append(1e3 * kernels.prompts(batch, prompt) / float(row["prompt_time_ms"]))
-            decode = 1e3 * kernels.seconds([], [prompt + out // 2] * batch)
-            ratios["decode"].append(decode / float(row["token_time_ms"]))
-        for phase, each in ratios.items():
-            factor = statistics.median(each)
-            found[f"{phase}_tp{gpus}"] = {
-                "median_error": round(statistics.median(abs(ratio - 1) for ratio in each), 3),
-                "factor": round(1 / factor, 2),
-                "median_error_after_factor": round(statistics.median(abs(ratio / factor - 1) for ratio in each), 3),
-                "rows": len(each),
-            }
-    return found
+def checked(step: StepSeconds, chunk: int) -> list[dict[str, float]]:
+    """Composed seconds of the steps in MEASURED, as multiples of the measured ones: of whole prompts, in chunks of so
+    many tokens, and of steps in which `batch` sequences decode."""
+    results = json.loads(MEASURED.read_text())
+    found = {}
+    # Of what was measured again after a change, the later figure counts.
+    for row in results["engine_before"] + results["engine"]:
+        if row.get("weights", 16) != 16:
+            continue
+        if "prompt" in row:
+            size = {"prompt": row["prompt"]}
+            starts = range(0, row["prompt"], chunk)
+            seconds = sum(step([(start, min(chunk, row["prompt"] - start))], []) for start in starts)
+        else:
+            size = {"batch": row["batch"], "context": row["context"]}
+            seconds = step([], [row["context"]] * row["batch"])
+        ratio = seconds / row["ttft_s" if "prompt" in row else "tpot_s"]
+        found[tuple(size.items())] = size | {"composed_to_measured": round(ratio, 2)}
+    return list(found.values())

@@ -1,11 +1,9 @@
-"""Arrivals and lengths of requests, from public traces.
+"""Arrivals and lengths of requests, from Mooncake's trace of conversations, `mooncake/conversation_trace.jsonl`.
 
-mooncake/conversation_trace.jsonl                       timestamp (ms, in batches of 3 s), lengths, ids of the prompt's
-                                                        blocks of 512 tokens, equal for equal prefixes
-azure2023/AzureLLMInferenceTrace_{conv,code}.csv        TIMESTAMP, ContextTokens, GeneratedTokens
+Each line has a timestamp (ms, in batches of 3 s), lengths, and the ids of the prompt's blocks of 512 tokens, equal for
+equal prefixes.
 """
 
-import csv
 import hashlib
 import json
 import math
@@ -13,19 +11,15 @@ import random
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from datetime import datetime
 from functools import lru_cache
 from itertools import takewhile
 from pathlib import Path
-from typing import Literal
 
 from simulated.cluster import FIRST_TOKEN, TOKENS
 
 BATCH_SECONDS = 3.0
 """Seconds within which the requests of one timestamp of Mooncake's trace came."""
 BLOCK = 512
-
-TraceName = Literal["conversation", "azure-conv", "azure-code"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,28 +49,20 @@ def _tokens(block: int) -> bytes:
     return hashlib.shake_128(b"%d" % block).digest(BLOCK).translate(_TOKEN_OF_BYTE)
 
 
-def read(folder: Path, name: TraceName, seed: int = 0) -> list[Arrival]:
-    """All requests of a trace, in order.
+def read(folder: Path, seed: int = 0) -> list[Arrival]:
+    """All requests of the trace, in order.
 
     Args:
-        folder: with the folders of the traces.
+        folder: with the trace's folder.
         seed: of the moments within a batch of arrivals.
     """
     rng = random.Random(seed)
     found: list[Arrival] = []
-    if name == "conversation":
-        with (folder / "mooncake" / "conversation_trace.jsonl").open() as lines:
-            for number, row in enumerate(map(json.loads, lines)):
-                at = row["timestamp"] / 1000 + rng.uniform(0.0, BATCH_SECONDS)
-                blocks = tuple(row["hash_ids"])
-                found.append(Arrival(at, number, row["input_length"], max(1, row["output_length"]), blocks))
-    else:
-        kind = name.removeprefix("azure-")
-        with (folder / "azure2023" / f"AzureLLMInferenceTrace_{kind}.csv").open() as file:
-            for number, line in enumerate(csv.DictReader(file)):
-                at = datetime.fromisoformat(line["TIMESTAMP"][:26]).timestamp()
-                tokens = max(2, int(line["ContextTokens"])), max(1, int(line["GeneratedTokens"]))
-                found.append(Arrival(at, number, *tokens))
+    with (folder / "mooncake" / "conversation_trace.jsonl").open() as lines:
+        for number, row in enumerate(map(json.loads, lines)):
+            at = row["timestamp"] / 1000 + rng.uniform(0.0, BATCH_SECONDS)
+            blocks = tuple(row["hash_ids"])
+            found.append(Arrival(at, number, row["input_length"], max(1, row["output_length"]), blocks))
     found.sort(key=lambda each: each.at)
     return [replace(each, at=each.at - found[0].at) for each in found]
 

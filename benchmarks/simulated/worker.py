@@ -7,11 +7,10 @@ reserves blocks for it, in the scheduler's order, and the KV of each chunk follo
 """
 
 import asyncio
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 from kvrelay.costs.handoff import KvBytes
@@ -27,7 +26,6 @@ from kvrelay.engine.scheduling.progress import Progress, Reservation
 from kvrelay.engine.scheduling.room import REPORTED, Room
 from kvrelay.engine.scheduling.scheduler import Scheduler
 from kvrelay.engine.sequence import Sequence as EngineSequence
-from kvrelay.engine.sequence import Status
 from kvrelay.internal.v1.worker_pb2 import (
     PHASE_DECODE,
     PHASE_PREFILL,
@@ -60,27 +58,18 @@ Key = tuple[str, int]
 GATHERED_STEPS = 4
 """Steps whose tokens go to the router together, unless one of them has more to tell: a message costs the simulation as
 much as many tokens."""
-MOST_REPEATS = 16
-"""Most equal steps that are computed as one (`SimulatedScheduler`)."""
 
 
-class StepSeconds:
-    """Seconds of a step by what it computes. Subclasses are tables of costs."""
-
-    def seconds(self, chunks: Sequence[tuple[int, int]], contexts: Sequence[int]) -> float:
-        """
-        Args:
-            chunks: (tokens before it, tokens) of each chunk of a prompt.
-            contexts: tokens of context of each sequence that decodes.
-        """
-        raise NotImplementedError
+StepSeconds = Callable[[Sequence[tuple[int, int]], Sequence[int]], float]
+"""Function that gives the seconds of a step: of (tokens before it, tokens) of each chunk of a prompt, and the tokens of
+context of each sequence that decodes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
     """A kind of worker."""
 
-    steps: StepSeconds
+    seconds: StepSeconds
     spec: ModelSpec
     engine: EngineConfig
     """Options of the engine, without `auto` ones."""
@@ -120,79 +109,12 @@ class Handoff:
 
 
 @dataclass(slots=True, eq=False)
-class _Step:
-    """A step that runs, or equal ones that follow one another."""
-
-    plan: StepPlan
-    began: float
-    ends: list[float]
-    """Seconds from `began` to the end of each."""
-    timer: asyncio.TimerHandle | None = None
-
-    def cut(self, loop: asyncio.AbstractEventLoop, end: Callable[[], None]) -> None:
-        """Lets no other step follow the one that runs now; `end` is called when that one ends."""
-        kept = bisect_left(self.ends, loop.time() - self.began) + 1
-        if kept < len(self.ends) and self.timer is not None:
-            del self.ends[kept:]
-            self.timer.cancel()
-            self.timer = loop.call_at(self.began + self.ends[-1], end)
-
-
-@dataclass(slots=True, eq=False)
 class Live:
     """A request of a worker."""
 
     slot: int
     phase: int
     handoff: Handoff | None = None
-
-
-class SimulatedScheduler(Scheduler):
-    """The engine's scheduler. It can repeat a step in which all sequences decode, and nothing begins or ends, at once:
-    such steps are most of a simulation's time."""
-
-    def repeats(self, plan: StepPlan, left: Callable[[EngineSequence], int]) -> int:
-        """How many times the plan in flight, which is the only one, can be computed as it is, once at least; the blocks
-        for the tokens of all these steps are taken.
-
-        Args:
-            left: tokens that the model has yet to generate for a sequence.
-        """
-        rows = self._in_flight[0][1]
-        if plan.kind != "decode" or len(rows) != len(self._running) or self._waiting or self._ready:
-            return 1
-        # The first token behind those of the request comes with a report.
-        if any(not row.yields or len(row.tokens) - len(row.request.tokens) < 2 for row in rows):
-            return 1
-        count = min(MOST_REPEATS, *[left(row) for row in rows])
-        size, pool = self._block_size, self.prefix.pool
-        lacking = [-(-(row.expected + count - 1) // size) - len(row.hold.blocks) for row in rows]
-        wanted = sum([each for each in lacking if each > 0])
-        if not pool.can_allocate((), wanted + len(rows) + self._allocator.kept_from_growth):
-            return 1
-        for row, more in zip(rows, lacking, strict=True):
-            if more > 0:
-                row.hold.extend(more)
-        return count
-
-    def repeat(self, count: int, token: Callable[[EngineSequence], int]) -> list[tuple[EngineSequence, int]]:
-        """Notes that the plan in flight was computed `count` times before the time that `commit` tells of.
-
-        Returns:
-            The sequences that are here, each with the number of tokens that it had before.
-        """
-        found = []
-        for row in self._in_flight[0][1]:
-            if row.status is not Status.RUNNING:
-                continue
-            found.append((row, len(row.tokens)))
-            for _ in range(count):
-                row.tokens.append(token(row))
-            row.advance(row.num_computed + count)
-            if row.num_computed // self._block_size > row.hold.published:
-                self._publish(row)
-        self._step += count
-        return found
 
 
 class SimulatedWorker:
@@ -210,7 +132,6 @@ class SimulatedWorker:
         self.computed_tokens = self.prompt_tokens = 0
         self.busy_seconds = 0.0
         """Seconds in which a step ran."""
-        self.recomputed = 0
         self.link_factors: dict[str, float] = {}
         """Factors on the time of a byte to workers of these names."""
         self.stream: SimulatedStream | None = None
@@ -219,7 +140,7 @@ class SimulatedWorker:
         engine = machine.engine
         pool = BlockPool(machine.kv_tokens // engine.block_size)
         prefix = PrefixIndex(pool, engine.block_size, b"simulated", enabled=engine.prefix_cache)
-        self.scheduler = SimulatedScheduler(engine, prefix, machine.spec, clock=self._loop.time)
+        self.scheduler = Scheduler(engine, prefix, machine.spec, clock=self._loop.time)
         self.scheduler.on_start, self.scheduler.on_preempt = self._on_start, self._on_preempt
         self._live: dict[Key, Live] = {}
         self._room = Room(pool.total, engine.block_size)
@@ -230,9 +151,8 @@ class SimulatedWorker:
         """Hand-offs to this worker that wait for blocks."""
         self._link_free = 0.0
         """Time from which on the worker's network is free."""
-        self._step: _Step | None = None
-        """Step that runs."""
-        self._beginning = self.draining = False
+        self._running = self._beginning = self.draining = False
+        """Whether a step runs; whether one is about to begin."""
         self._submits_seen = 0
         self._tokens: list[tuple[int, int, int]] = []
         """(slot, index, token) of tokens that wait to be sent."""
@@ -333,74 +253,56 @@ class SimulatedWorker:
 
     def _measure(self) -> None:
         """Fits a few steps, as a worker does before it is ready."""
-        steps, most = self.machine.steps, self.machine.engine.max_batch_tokens
+        seconds, most = self.machine.seconds, self.machine.engine.max_batch_tokens
         for _ in range(2):
             for tokens in (most // 16, most // 4, most // 2, most):
                 for start in (0, 4 * most):
                     work = StepWork(tokens, pairs(start, tokens))
-                    self.scheduler.fit.add(work, self.slowdown * steps.seconds([(start, tokens)], []))
+                    self.scheduler.fit.add(work, self.slowdown * seconds([(start, tokens)], []))
             for rows in (1, 8, self.machine.engine.max_sequences // 2):
                 for context in (64, 1024, 4096):
                     if rows * context <= self.machine.kv_tokens:
                         work = StepWork(sequences=rows, context_tokens=rows * context)
-                        self.scheduler.fit.add(work, self.slowdown * steps.seconds([], [context] * rows))
+                        self.scheduler.fit.add(work, self.slowdown * seconds([], [context] * rows))
 
     # Steps.
 
     def _wake(self) -> None:
-        """Begins a step when all that happens at this moment has happened, unless one runs. Of repeated ones, no other
-        one follows the one that runs now."""
-        if self._step is not None:
-            self._step.cut(self._loop, self._end)
-        elif not self._beginning:
+        """Begins a step when all that happens at this moment has happened, unless one runs."""
+        if not self._running and not self._beginning:
             self._beginning = True
             self._loop.call_soon(self._begin)
 
     def _begin(self) -> None:
         self._beginning = False
-        if self._step is not None:
+        if self._running:
             return
         plan = self.scheduler.plan()
         if plan is None and self._grant():
             plan = self.scheduler.plan()
         if plan is None:
             return
-        starts, lengths = plan.starts.tolist(), plan.lengths.tolist()
-        chunks = [(start, length) for start, length in zip(starts, lengths, strict=True) if length > 1]
-        contexts = [start + 1 for start, length in zip(starts, lengths, strict=True) if length == 1]
-        steps = self.machine.steps
-        each = [self.slowdown * steps.seconds(chunks, contexts)]
-        if (count := self.scheduler.repeats(plan, self._cluster.tokens_left)) > 1:
-            last = self.slowdown * steps.seconds([], [context + count - 1 for context in contexts])
-            each = [each[0] + (last - each[0]) * step / (count - 1) for step in range(count)]
-        self._step = _Step(plan, self._loop.time(), list(accumulate(each)))
-        self._step.timer = self._loop.call_later(self._step.ends[-1], self._end)
+        rows = list(zip(plan.starts.tolist(), plan.lengths.tolist(), strict=True))
+        chunks = [(start, length) for start, length in rows if length > 1]
+        contexts = [start + 1 for start, length in rows if length == 1]
+        seconds = self.slowdown * self.machine.seconds(chunks, contexts)
+        self._running = True
+        self._loop.call_later(seconds, self._end, plan, seconds)
 
-    def _end(self) -> None:
-        step, self._step = self._step, None
-        if step is None:
-            raise RuntimeError(f"{self.id} ends a step that has not begun")
-        plan, count, seconds, work = step.plan, len(step.ends), step.ends[-1], step.plan.work
-        answer, sample = self._cluster.token, plan.sample.tolist()
-        if count > 1:
-            for row, known in self.scheduler.repeat(count - 1, answer):
-                request = row.request
-                if (live := self._live.get(request.key)) is not None:
-                    first = known - request.prompt_tokens
-                    self._tokens += [(live.slot, first + at, token) for at, token in enumerate(row.tokens[known:])]
-            work = work._replace(context_tokens=work.context_tokens + work.sequences * (count - 1) // 2)
-        rows = self.scheduler.newest()
-        tokens = tuple([answer(row) if yields else None for row, yields in zip(rows, sample, strict=True)])
+    def _end(self, plan: StepPlan, seconds: float) -> None:
+        self._running = False
+        rows = zip(self.scheduler.newest(), plan.sample.tolist(), strict=True)
+        tokens = tuple([self._cluster.token(row) if yields else None for row, yields in rows])
         progress = self.scheduler.commit(plan, StepOutput(tokens))
-        self.steps += count
+        self.steps += 1
         self.step_seconds += seconds
         self.busy_seconds += seconds
-        self.computed_tokens += plan.num_tokens * count
-        self.prompt_tokens += int(work.prompt_tokens)
-        self.scheduler.fit.add(work, seconds / count)
-        self.scheduler.fit.add_interval(work, seconds / count, count)
+        self.computed_tokens += plan.num_tokens
+        self.prompt_tokens += int(plan.work.prompt_tokens)
+        self.scheduler.fit.add(plan.work, seconds)
+        self.scheduler.fit.add_interval(plan.work, seconds)
         told = self._take(progress)
-        self._gathered += count
+        self._gathered += 1
         self._grant()
         if told or self._gathered >= GATHERED_STEPS:
             self._loads.update(self._loads.read())
@@ -426,7 +328,6 @@ class SimulatedWorker:
             told = True
             self._events.append(event)
             if event.finish_reason or event.HasField("failure"):
-                self.recomputed += each.sequence.recomputed_tokens
                 del self._live[key]
         return told
 
@@ -590,7 +491,8 @@ class SimulatedStream(WorkerStream):
         self._cluster = cluster
         self._ended = asyncio.Event()
         self._simulated: SimulatedWorker | None = None
-        self._outgoing = _Straight(self._forward)  # type: ignore[assignment]  # a part of asyncio.Queue
+        # What is put into the queue is taken at once.
+        self._outgoing = SimpleNamespace(put_nowait=self._forward)  # type: ignore[assignment]  # a part of asyncio.Queue
 
     async def run(self) -> None:
         """Carries requests until the worker has another incarnation, or `close` is called."""
@@ -629,10 +531,3 @@ class SimulatedStream(WorkerStream):
                 worker.submit(request.submit)
             case "cancel":
                 worker.cancel((request.cancel.request_id, request.cancel.attempt))
-
-
-@dataclass(frozen=True, slots=True)
-class _Straight:
-    """A queue whose entries are taken at once."""
-
-    put_nowait: Callable[[RelayRequest], None]

@@ -13,7 +13,7 @@ import pytest
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 sys.path.append(str(FOLDER))
 
-from ratio_simulator import A100_OPT_66B, Phase, Simulation, attained, goodput, traffic  # noqa: E402  # after the path
+from ratio_simulator import A100_OPT_66B, Phase, Simulation, attained, goodput  # noqa: E402  # after the path
 
 from kvrelay.cluster.scaling.config import ScalingConfig  # noqa: E402
 from support.checkpoints import make_checkpoint  # noqa: E402
@@ -128,16 +128,15 @@ LONG_PROMPTS, LONG_COMPLETIONS = (14.0, 640, 32), (12.0, 32, 128)
 @pytest.mark.slow
 def test_the_split_follows_traffic_that_flips() -> None:
     parts = [Phase(15.0, *LONG_PROMPTS), Phase(35.0, *LONG_COMPLETIONS), Phase(30.0, *LONG_PROMPTS)]
-    jobs = traffic(parts, seed=3)
-    run = Simulation(jobs, A100_OPT_66B, (4, 4), CONFIG, 100.0).run()
-    assert attained(jobs, CONFIG, 0, 15) > 0.95
-    assert attained(jobs, CONFIG, 30, 50) > 0.9, "within 15 s of the flip to long completions"
-    assert attained(jobs, CONFIG, 65, 80) > 0.9, "within 15 s of the flip back"
-    assert all(job.last is not None for job in jobs), "every request ends"
+    run = Simulation(parts, 3, A100_OPT_66B, (4, 4), CONFIG)
+    assert attained(run.requests, 0, 15) > 0.95
+    assert attained(run.requests, 30, 50) > 0.9, "within 15 s of the flip to long completions"
+    assert attained(run.requests, 65, 80) > 0.9, "within 15 s of the flip back"
+    assert all(outcome.complete for outcome in run.outcomes), "every request ends"
     decode_heavy = next(split for time, split in run.splits if time >= 45)
     prefill_heavy = next(split for time, split in run.splits if time >= 75)
     assert decode_heavy.decode > 4 >= prefill_heavy.decode
     assert len(run.decisions) <= 5
-    static = Simulation(traffic(parts, seed=3), A100_OPT_66B, (4, 4), replace(CONFIG, enabled=False), 100.0).run()
+    static = Simulation(parts, 3, A100_OPT_66B, (4, 4), replace(CONFIG, enabled=False))
     assert not static.decisions
-    assert goodput(jobs, CONFIG, 80) > goodput(static.jobs, CONFIG, 80)
+    assert goodput(run.requests, 80) > goodput(static.requests, 80)

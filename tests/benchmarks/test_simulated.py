@@ -24,7 +24,7 @@ from simulated.cluster import END, FIRST_TOKEN, TOKENS, Cluster, Outcome, Place,
 from simulated.fleet import replay  # noqa: E402
 from simulated.kernels import Curve, Surface  # noqa: E402
 from simulated.traces import BLOCK, Arrival, at_rate, begun_later, oracle_hits  # noqa: E402
-from simulated.worker import Machine, SimulatedWorker, StepSeconds  # noqa: E402
+from simulated.worker import Machine, SimulatedWorker  # noqa: E402
 
 from kvrelay.costs.handoff import KvBytes, LinkCost  # noqa: E402
 from kvrelay.costs.step import StepCost  # noqa: E402
@@ -35,17 +35,15 @@ from kvrelay.router.session.alarm import Alarm  # noqa: E402
 from kvrelay.worker.load import CostReports  # noqa: E402
 
 
-class Line(StepSeconds):
+def line(chunks: Sequence[tuple[int, int]], contexts: Sequence[int]) -> float:
     """10 ms a step, and 50 us a token of a prompt."""
-
-    def seconds(self, chunks: Sequence[tuple[int, int]], contexts: Sequence[int]) -> float:
-        return 0.01 + 5e-5 * sum(tokens for _, tokens in chunks) + 1e-8 * sum(contexts)
+    return 0.01 + 5e-5 * sum(tokens for _, tokens in chunks) + 1e-8 * sum(contexts)
 
 
 def machine(kv_tokens: int = 8192) -> Machine:
     spec = ModelSpec("Test", 256, 4096, (END,), "float32", "0" * 64)
     engine = EngineConfig(block_size=16, kv_memory_bytes=1, max_batch_tokens=256, max_sequences=16)
-    return Machine(Line(), spec, engine, kv_tokens, kv_bytes=1000.0, link_seconds=1e-9, handoff_seconds=1e-3)
+    return Machine(line, spec, engine, kv_tokens, kv_bytes=1000.0, link_seconds=1e-9, handoff_seconds=1e-3)
 
 
 def questions(count: int, seed: int = 0) -> list[tuple[float, Question]]:
@@ -275,20 +273,9 @@ def measurements(tmp_path_factory: pytest.TempPathFactory) -> Path:
         {**gpu, "batch_size": b, "step": n, "num_heads": h, "latency_ms": 1e-7 * b * h * n + 0.01}
         for b, n, h in itertools.product((1, 64), (1, 1024, 16384), heads)
     ]
-    reduce = [
-        {**gpu, "impl": "nccl", "op_name": "all_reduce", "num_gpus": g, "message_elems_2B": n, "latency_ms": 1e-6 * n}
-        for g, n in itertools.product((2, 8), (256, 2**24))
-    ]
-    steps = [
-        {"hardware": "h100-80gb", "tensor_parallel": g, "prompt_size": n, "batch_size": 1, "token_size": 128}
-        | {"prompt_time_ms": 0.1 * n, "token_time_ms": 30.0, "flag": ""}
-        for g, n in itertools.product((2, 8), (512, 2048))
-    ]
     table(folder / "aic_gemm_measured.csv", gemm)
     table(folder / "aic_context_attention_measured.csv", context)
     table(folder / "aic_generation_attention_measured.csv", generation)
-    table(folder / "aic_collectives_measured.csv", reduce)
-    table(folder / "splitwise_measured_prefill_decode.csv", steps)
     return folder
 
 
