@@ -23,6 +23,7 @@ import grpc
 
 from kvrelay.decode_worker.handoff_service import HandoffService
 from kvrelay.decode_worker.kv_receiver import Receiving
+from kvrelay.engine.kv.blocks import IntegrityError
 from kvrelay.engine.request import Request
 from kvrelay.engine.scheduling.progress import Progress, Reservation
 from kvrelay.engine.scheduling.room import REPORTED, Room
@@ -31,6 +32,7 @@ from kvrelay.internal.v1.worker_pb2 import (
     PHASE_COLOCATED,
     PHASE_DECODE,
     WAIT_BLOCKS,
+    WAIT_ROW,
     Failure,
     Holding,
     Promised,
@@ -40,7 +42,8 @@ from kvrelay.transfer.failpoints import failpoint
 from kvrelay.transfer.protocol.endpoint import Endpoint, TransferStats
 from kvrelay.transfer.protocol.messages import Code
 from kvrelay.worker.engine_thread import EngineEndedError
-from kvrelay.worker.handoff import HandoffRole, peer_of
+from kvrelay.worker.handoff import HandoffRole
+from kvrelay.worker.relay.requests import peer_of
 from kvrelay.worker.role import Key
 from kvrelay.worker.worker import Worker
 
@@ -61,7 +64,7 @@ class DecodeRole(HandoffRole):
         """Blocks that requests without a reservation are expected to need in the end."""
         self._coming: dict[Key, tuple[int, int]] = {}
         """(rank, holder) of the requests that have not asked for blocks yet."""
-        self._room = Room(worker.num_blocks, worker.cache.block_size)
+        self._room = Room(worker.engine.scheduler.prefix.pool.total, worker.cache.block_size)
         self._service = HandoffService(self.setup, self)
         self._receiver = self._service.receiver
 
@@ -83,20 +86,16 @@ class DecodeRole(HandoffRole):
         self._receiver.peers_changed()
 
     def submit(self, request: Request, submit: Submit) -> None:
-        if submit.phase == PHASE_DECODE:
-            blocks = self._room.wanted(request, len(request.tokens))
-            self._promised[request.key] = Holding(holder=request.holder, blocks=blocks)
-            self._coming[request.key] = request.urgency.rank, request.holder
-            self.worker.expect_holders(frozenset(self._coming.values()))
-        super().submit(request, submit)
-
-    def take(self, request: Request, submit: Submit) -> None:
         peer = peer_of(submit)
         if submit.phase != PHASE_DECODE:
             self.worker.compute(request)
         elif peer is None:
             self.worker.fail(request.key, Failure(code=Failure.CODE_INTERNAL, message="it names no prefill worker"))
         else:
+            blocks = self._room.wanted(request, len(request.tokens))
+            self._promised[request.key] = Holding(holder=request.holder, blocks=blocks)
+            self._coming[request.key] = request.urgency.rank, request.holder
+            self.worker.engine.scheduler.coming = frozenset(self._coming.values())
             self._receiver.expect(request.key, peer, request.tokens, request.urgency)
 
     def promised(self) -> Promised:
@@ -116,15 +115,21 @@ class DecodeRole(HandoffRole):
     # ReceiverHost.
 
     def reserve(self, key: Key, answer: Callable[[Reservation | Exception | None], None], *, passing: bool) -> None:
-        post, request = self.worker.post_to_loop, self.worker.request(key)
+        worker, post, request = self.worker, self.worker.post_to_loop, self.worker.request(key)
         outcome: Reservation | Exception | None = None
-        try:
-            if request is not None:
-                outcome = self.worker.reserve(request, passing=passing)
-        except ValueError as error:
-            post(self.worker.fail, key, Failure(code=Failure.CODE_INVALID, message=str(error)))
-        except EngineEndedError as error:
-            outcome = error
+        if request is not None:
+            with worker.engine.lock:
+                try:
+                    if worker.thread.ended:
+                        outcome = EngineEndedError("the engine has ended")
+                    else:
+                        outcome = worker.engine.scheduler.reserve(request, passing=passing)
+                except ValueError as error:
+                    post(worker.fail, key, Failure(code=Failure.CODE_INVALID, message=str(error)))
+                except IntegrityError as error:
+                    worker.hooks.failed(error)
+                    outcome = EngineEndedError("the engine has failed")
+                worker.note_load()
         failpoint("decode.after_reserve", key)
         # Posted after the load that shows the blocks as taken.
         post(self._has_come, key, isinstance(outcome, Reservation))
@@ -135,7 +140,7 @@ class DecodeRole(HandoffRole):
         if settled:
             self._promised.pop(key, None)
         if self._coming.pop(key, None) is not None:
-            self.worker.expect_holders(frozenset(self._coming.values()))
+            self.worker.engine.scheduler.coming = frozenset(self._coming.values())
 
     def waits(self, key: Key) -> None:
         self.worker.note_wait(key, WAIT_BLOCKS)
@@ -143,22 +148,32 @@ class DecodeRole(HandoffRole):
     def release(self, reservation: Reservation) -> None:
         self.worker.release(reservation)
         # Those that wait ask when the engine's thread has released the blocks: no step may follow that would tell.
-        self.worker.post_to_engine(lambda: self.on_step(()))
+        self.worker.thread.post(lambda: self.on_step(()))
 
     def imported(
         self, key: Key, reservation: Reservation, first_token: int, stats: TransferStats, states: "Tensor | None"
     ) -> None:
         failpoint("decode.before_commit", key)
-        self.worker.received(stats)
-        request = self.worker.request(key)
+        worker, request = self.worker, self.worker.request(key)
+        worker.received(stats)
         if request is None:
             self.release(reservation)
             return
 
-        def resumed() -> None:
+        def resume() -> None:
+            scheduler = worker.engine.scheduler
+            try:
+                scheduler.resume(request, first_token, reservation.hold, states)
+            except ValueError as error:  # a first token that no sound peer sends
+                reservation.release()
+                self.on_step(())  # no step may follow that would tell of these blocks
+                worker.post_to_loop(worker.fail, key, Failure(code=Failure.CODE_INTERNAL, message=str(error)))
+                return
             failpoint("decode.after_commit", key)
+            if scheduler.rows_taken:
+                worker.post_to_loop(worker.note_wait, key, WAIT_ROW)
 
-        self.worker.resume(request, first_token, reservation, states, resumed)
+        worker.thread.post(resume)
 
     def import_failed(self, key: Key, code: Code, message: str) -> None:
         self.handoff_failed(key, code, message)

@@ -38,7 +38,8 @@ from kvrelay.transfer.failpoints import failpoint
 from kvrelay.transfer.protocol.endpoint import Endpoint, TransferStats
 from kvrelay.transfer.protocol.messages import Code
 from kvrelay.transfer.protocol.peers import Peer
-from kvrelay.worker.handoff import HandoffRole, peer_of
+from kvrelay.worker.handoff import HandoffRole
+from kvrelay.worker.relay.requests import peer_of
 from kvrelay.worker.role import Key
 from kvrelay.worker.worker import Worker
 
@@ -64,7 +65,7 @@ class PrefillRole(HandoffRole):
         """Number of these copies that have arrived on the event loop."""
         self._client = HandoffClient(self.setup, self)
         self._sender = self._client.sender
-        worker.watch_engine(self._on_start, self._on_launch)
+        worker.engine.scheduler.on_start, worker.engine.on_launch = self._on_start, self._on_launch
 
     @property
     def endpoint(self) -> Endpoint[Sending]:
@@ -85,7 +86,7 @@ class PrefillRole(HandoffRole):
         super().members_changed(members)
         self._sender.peers_changed()
 
-    def take(self, request: Request, submit: Submit) -> None:
+    def submit(self, request: Request, submit: Submit) -> None:
         peer = peer_of(submit)
         member = None if peer is None else self.peers.get(peer)
         if peer is not None:
@@ -95,7 +96,7 @@ class PrefillRole(HandoffRole):
     def end(self, key: Key, code: Code) -> None:
         self._peer_of.pop(key, None)
         self._sender.cancel(key, code)
-        self.worker.post_to_engine(lambda: self._shipped.pop(key, None))
+        self.worker.thread.post(lambda: self._shipped.pop(key, None))
 
     def _kept_for(self, peer: Peer | None) -> StatesLayout | None:
         """Hidden states that the peer wants and steps here can keep; where they can't, the hand-off is refused."""
@@ -137,34 +138,33 @@ class PrefillRole(HandoffRole):
         # A preempted sequence computes the same blocks again; those shipped before have the same content.
         if end > done:
             self._shipped[key] = end
-            worker.post_to_loop(self._sender.progress, key, worker.share(sequence, done, end), written)
+            hold = worker.engine.scheduler.share(sequence, done, end)
+            worker.post_to_loop(self._sender.progress, key, hold, written)
 
     def on_step(self, progress: Sequence[Progress]) -> None:
+        worker, step_tokens = self.worker, self.worker.engine.scheduler.config.max_batch_tokens
         for step in progress:
-            if step.sequence.handoff:
-                self._ship(step)
-
-    def _ship(self, step: Progress) -> None:
-        """Gives the sender what the step computed. Hidden states may come later, and the prompt's end behind them."""
-        worker, key = self.worker, step.sequence.request.key
-        end: Callable[[], None] | None = None
-        if step.token is None and step.error is None:
-            chunk = (step.computed - 1) // worker.step_tokens
-            failpoint("prefill.after_chunk", key, chunk=chunk)
-        else:
-            self._shipped.pop(key, None)
-            end = partial(self._sender.cancel, key)
-            if step.hold is not None and step.token is not None:
-                failpoint("prefill.after_finish", key)
-                end = partial(self._sender.finished, key, step.token, step.hold)
-        if step.states is not None and step.sequence.states is not None:
-            self._fetched += 1
-            keep = partial(worker.post_to_loop, self._keep, key, step.computed - len(step.states), end)
-            worker.fetch(step.states, step.state_places, step.sequence.states.dtype, keep)
-        elif end is not None:
-            worker.post_to_loop(end)
-        if end is None:
-            self._give(step.sequence, step.computed, WRITTEN)
+            if not step.sequence.handoff:
+                continue
+            key = step.sequence.request.key
+            end: Callable[[], None] | None = None
+            if step.token is None and step.error is None:
+                failpoint("prefill.after_chunk", key, chunk=(step.computed - 1) // step_tokens)
+            else:
+                self._shipped.pop(key, None)
+                end = partial(self._sender.cancel, key)
+                if step.hold is not None and step.token is not None:
+                    failpoint("prefill.after_finish", key)
+                    end = partial(self._sender.finished, key, step.token, step.hold)
+            # Hidden states may come later, and the prompt's end behind them.
+            if step.states is not None and step.sequence.states is not None:
+                self._fetched += 1
+                keep = partial(worker.post_to_loop, self._keep, key, step.computed - len(step.states), end)
+                worker.fetch(step.states, step.state_places, step.sequence.states.dtype, keep)
+            elif end is not None:
+                worker.post_to_loop(end)
+            if end is None:
+                self._give(step.sequence, step.computed, WRITTEN)
 
     # SenderHost.
 

@@ -132,33 +132,32 @@ class EngineThread:
         # A step without progress had no work, or only work that waits for blocks that a command will free.
         stalled = True
         failure: BaseException | None = None
+        engine = self._engine
         try:
             while self._run_commands(block=stalled):
-                progress = self._step() if self._engine.has_work else []
+                stalled = True
+                if not engine.has_work:
+                    continue
+                began = self._step_began = time.monotonic()
+                before = engine.steps, engine.scheduler.preemptions
+                progress = engine.step()
                 stalled = not progress
+                # Also without progress: a step whose sequences have all been cancelled has freed their blocks, and so
+                # has one that preempted all for an offer. But never where nothing was freed: an offer that waits for
+                # blocks asks again after each report, which wakes this thread.
+                if (engine.steps, engine.scheduler.preemptions) != before:
+                    with engine.lock:
+                        self._on_step(progress)
+                    slowest, second = (SLOW_DECAY * seconds for seconds in self._slowest_steps)
+                    _, second, slowest = sorted((slowest, second, time.monotonic() - began))
+                    self._slowest_steps = slowest, second
+                self._step_began = None
         except BaseException as error:  # whatever it was, the process must learn of it
             logger.exception("the engine failed")
             failure = error
         self._end()
         if failure is not None:
             self._on_failure(failure)
-
-    def _step(self) -> Sequence[Progress]:
-        began = self._step_began = time.monotonic()
-        engine = self._engine
-        before = engine.steps, engine.scheduler.preemptions
-        progress = engine.step()
-        # Also without progress: a step whose sequences have all been cancelled has freed their blocks, and so has one
-        # that preempted all for an offer. But never where nothing was freed: an offer that waits for blocks asks again
-        # after each report, which wakes this thread.
-        if (engine.steps, engine.scheduler.preemptions) != before:
-            with self._engine.lock:
-                self._on_step(progress)
-            slowest, second = (SLOW_DECAY * seconds for seconds in self._slowest_steps)
-            _, second, slowest = sorted((slowest, second, time.monotonic() - began))
-            self._slowest_steps = slowest, second
-        self._step_began = None
-        return progress
 
     def _run_commands(self, *, block: bool) -> bool:
         """Runs the queued commands; with `block`, waits for a first one, for STALL_SECONDS while requests wait. False

@@ -1,10 +1,8 @@
 """The common part of a worker's two sides of the hand-off: the worker's identity, its peers and transports."""
 
-import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
-from kvrelay.engine.request import Request
 from kvrelay.internal.v1.describe_pb2 import Description
 from kvrelay.internal.v1.supervisor_pb2 import (
     MEMBER_STATE_DEAD,
@@ -14,12 +12,12 @@ from kvrelay.internal.v1.supervisor_pb2 import (
     Member,
 )
 from kvrelay.internal.v1.supervisor_pb2 import Role as RoleNumber
-from kvrelay.internal.v1.worker_pb2 import Failure, Submit
+from kvrelay.internal.v1.worker_pb2 import Failure
 from kvrelay.rpc.identity import WorkerId
 from kvrelay.transfer.frames.frames import PoolFrames
 from kvrelay.transfer.links.endpoint_loop import HandoffSetup
 from kvrelay.transfer.protocol.messages import Code
-from kvrelay.transfer.protocol.peers import NEWS_SECONDS, Peer, PeerTable
+from kvrelay.transfer.protocol.peers import Peer
 from kvrelay.transfer.protocol.ports import NoTransportError
 from kvrelay.transfer.transports.registry import available_transports, choose, entries
 from kvrelay.worker.relay.requests import degree_of, states_of
@@ -53,11 +51,8 @@ class HandoffRole(Role, ABC):
     def __init__(self, worker: Worker) -> None:
         super().__init__(worker.local(takes_states=self.takes_states), worker.config.transfer)
         self.worker = worker
-        self.peers = PeerTable()
         self.setup = self.make_setup()
         self.transports = entries(self.setup.transports)
-        self._early: dict[Key, asyncio.Task[None]] = {}
-        """Requests whose peer this worker doesn't know yet: the router may learn of a new worker first."""
 
     def make_setup(self) -> HandoffSetup:
         """Everything that this worker hands KV over with."""
@@ -92,24 +87,6 @@ class HandoffRole(Role, ABC):
         self.peers.update(peers, dead)
 
     @abstractmethod
-    def take(self, request: Request, submit: Submit) -> None:
-        """Begins this role's part of a request."""
-
-    def submit(self, request: Request, submit: Submit) -> None:
-        peer = peer_of(submit)
-        if peer is not None and self.peers.is_news(peer):
-            task = asyncio.create_task(self._take_early(request, submit, peer), name=f"early {request.key}")
-            self._early[request.key] = task
-        else:
-            self.take(request, submit)
-
-    async def _take_early(self, request: Request, submit: Submit, peer: WorkerId) -> None:
-        """Takes the request even if its peer stays unknown: the hand-off then refuses the peer, with the reason."""
-        await self.peers.met(peer, NEWS_SECONDS)
-        del self._early[request.key]
-        self.take(request, submit)
-
-    @abstractmethod
     def end(self, key: Key, code: Code) -> None:
         """Ends this role's part of a request, for the reason that the peer is told. Unknown keys are allowed."""
 
@@ -134,9 +111,6 @@ class HandoffRole(Role, ABC):
         await self.close(OWN_CODES[cause])
 
     def cancel(self, key: Key, cause: Failure.Cause = Failure.CAUSE_UNSPECIFIED) -> None:
-        early = self._early.pop(key, None)
-        if early is not None:
-            early.cancel()
         self.end(key, OWN_CODES.get(cause, Code.CANCELLED))
 
     def handoff_failed(self, key: Key, code: Code, message: str) -> None:
@@ -156,8 +130,3 @@ class HandoffRole(Role, ABC):
         if code is Code.DRAINING:
             failure.blamed.append(self.worker.peer(key))
         self.worker.fail(key, failure)
-
-
-def peer_of(submit: Submit) -> WorkerId | None:
-    """The other worker of the request's hand-off; None if there is none."""
-    return WorkerId(submit.peer.name, submit.peer.incarnation) if submit.peer.name else None

@@ -13,6 +13,7 @@ from kvrelay.internal.v1.worker_pb2 import Failure, Phase, Promised, Submit
 from kvrelay.transfer.config import TransferConfig
 from kvrelay.transfer.protocol.endpoint import Endpoint
 from kvrelay.transfer.protocol.handshake import LocalWorker
+from kvrelay.transfer.protocol.peers import PeerTable
 
 Key = tuple[str, int]
 
@@ -34,6 +35,8 @@ class Role:
         self.compatibility = local.digest(transfer)
         """Digest of all that two workers must have in common. A co-located one has it too: routers compare whole
         groups."""
+        self.peers = PeerTable()
+        """Workers that KV is handed over to, or comes from. The router may learn of a new one first."""
 
     def add_services(self, server: grpc.aio.Server) -> None:
         """Adds the role's own gRPC services to `server`, before it starts."""

@@ -13,22 +13,21 @@ from functools import partial
 from typing import Any
 
 from kvrelay.engine.constrain.compiler import ConstraintCompiler, ConstraintLimits
-from kvrelay.engine.constrain.grammar import Constraint, ConstraintError
+from kvrelay.engine.constrain.grammar import ConstraintError
 from kvrelay.engine.degree import ONE
 from kvrelay.engine.engine import Engine
-from kvrelay.engine.kv.blocks import Hold, IntegrityError
+from kvrelay.engine.kv.blocks import Hold
 from kvrelay.engine.kv.layout import CacheLayout
 from kvrelay.engine.lifetime import now
 from kvrelay.engine.request import Request
 from kvrelay.engine.runner.base import Runner
-from kvrelay.engine.scheduling.progress import OnLaunch, OnStart, Progress, Reservation
+from kvrelay.engine.scheduling.progress import Progress, Reservation
 from kvrelay.engine.sequence import Sequence as EngineSequence
 from kvrelay.engine.states import StatesLayout
 from kvrelay.internal.v1.supervisor_pb2 import Member
 from kvrelay.internal.v1.worker_pb2 import (
     PHASE_COLOCATED,
     WAIT_PREEMPTED,
-    WAIT_ROW,
     WAIT_TURN,
     Answered,
     ClientCall,
@@ -47,8 +46,10 @@ from kvrelay.rpc.identity import WorkerId, context_limit
 from kvrelay.rpc.log import reason
 from kvrelay.transfer.protocol.endpoint import TransferStats
 from kvrelay.transfer.protocol.handshake import LocalWorker
+from kvrelay.transfer.protocol.peers import NEWS_SECONDS
+from kvrelay.transfer.protocol.ports import LoopRuntime
 from kvrelay.worker.config import WorkerConfig
-from kvrelay.worker.engine_thread import EngineEndedError, EngineThread
+from kvrelay.worker.engine_thread import EngineThread
 from kvrelay.worker.first_costs import keep_costs
 from kvrelay.worker.load import CostReports, LoadReading, LoadReports, kv_bytes
 from kvrelay.worker.metrics import WorkerMetrics
@@ -57,7 +58,7 @@ from kvrelay.worker.relay.events import PlainToken, event_of
 from kvrelay.worker.relay.fences import Fences
 from kvrelay.worker.relay.foreign_prompts import ForeignPrompts
 from kvrelay.worker.relay.live_request import LiveRequest, refused_suspect
-from kvrelay.worker.relay.requests import key_of, model_info, request_of, states_message
+from kvrelay.worker.relay.requests import key_of, model_info, peer_of, request_of, states_message
 from kvrelay.worker.relay.stream import RelayStream
 from kvrelay.worker.role import Key, Role
 
@@ -118,8 +119,10 @@ class Worker:
         """Hidden states of prompts that its proposer guesses from."""
         self._prefill_attention = runner.prefill_attention
         self._loop = asyncio.get_running_loop()
-        self._engine = engine
-        self._hooks = hooks
+        self.post_to_loop = LoopRuntime().post
+        """Runs a call with its arguments on the event loop. Any thread."""
+        self.engine = engine
+        self.hooks = hooks
         self._live: dict[Key, LiveRequest] = {}
         self._idle = asyncio.Event()
         self._idle.set()
@@ -136,13 +139,13 @@ class Worker:
             self.spec.vocab_size,
             self.spec.eos_token_ids,
             ConstraintLimits(config.engine.constraint_seconds, config.engine.constraint_bytes),
-            lambda: self._thread.post(_nothing),
+            lambda: self.thread.post(_nothing),
         )
-        self._thread = EngineThread(engine, self._on_step, hooks.failed)
+        self.thread = EngineThread(engine, self._on_step, hooks.failed)
         engine.scheduler.on_preempt = self._on_preempt
         self.role = role(self)
         self.metrics.watch(engine, self.load, self.role.endpoint, self._costs.errors)
-        self._thread.start()
+        self.thread.start()
 
     async def drain(self, grace: float) -> None:
         """Takes nothing new, gives live requests `grace` seconds to end, then returns them: they move elsewhere."""
@@ -156,7 +159,7 @@ class Worker:
     @property
     def _failed(self) -> bool:
         """Whether the engine can't go on. Its thread may still be in a step when a rank is lost."""
-        return self._thread.ended or (self.ranks is not None and self.ranks.failure is not None)
+        return self.thread.ended or (self.ranks is not None and self.ranks.failure is not None)
 
     @property
     def _moving(self) -> dict[str, Any]:
@@ -178,21 +181,21 @@ class Worker:
             EngineEndedError: the engine has ended.
         """
         deadline = self._loop.time() + SETTLE_SECONDS
-        await self._thread.call(_nothing)  # what the engine thread has posted to this loop comes before the answer
+        await self.thread.call(_nothing)  # what the engine thread has posted to this loop comes before the answer
         while self._live or self.role.active:
             if self._loop.time() > deadline:
                 raise RuntimeError(f"{self.role.active} hand-offs of the {self.config.role} role don't end")
             await asyncio.sleep(SETTLE_POLL_SECONDS)
-        await self._thread.call(partial(self._engine.scheduler.check_integrity, idle=True))
+        await self.thread.call(partial(self.engine.scheduler.check_integrity, idle=True))
         self.id, self.config = identity, config
-        self.watch_engine(None, None)
+        self.engine.scheduler.on_start = self.engine.on_launch = None
         self.role = role(self)
-        self.metrics.take_role(config.role, self._engine, self.role.endpoint)
+        self.metrics.take_role(config.role, self.engine, self.role.endpoint)
         self._draining = False
 
     async def stop(self) -> None:
         """Ends the engine thread."""
-        if not await asyncio.to_thread(self._thread.stop, 5.0):
+        if not await asyncio.to_thread(self.thread.stop, 5.0):
             logger.error("the engine's step did not end within 5 s")
         self._constraints.close()
 
@@ -229,95 +232,19 @@ class Worker:
         def add() -> None:
             self._loads.take(request)
             try:
-                self._engine.scheduler.add(request, handoff=handoff, states=states)
+                self.engine.scheduler.add(request, handoff=handoff, states=states)
             except ValueError as error:
                 self.post_to_loop(self.fail, request.key, Failure(code=Failure.CODE_INVALID, message=str(error)))
             else:
                 if len(request.tokens) > request.prompt_tokens:  # its client has tokens, and waits for the next one
                     self.post_to_loop(self.note_wait, request.key, WAIT_TURN)
 
-        self._thread.post(add)
-
-    def reserve(self, request: Request, *, passing: bool) -> Reservation | None:
-        """Blocks for the KV of the request, also while a step computes; None if none are free. `passing` as in
-        `Scheduler.reserve`.
-
-        Raises:
-            ValueError: the engine can never serve the request.
-            EngineEndedError: it serves none any more.
-        """
-        with self._engine.lock:
-            if self._thread.ended:
-                raise EngineEndedError("the engine has ended")
-            try:
-                return self._engine.scheduler.reserve(request, passing=passing)
-            except IntegrityError as error:
-                self._hooks.failed(error)
-                raise EngineEndedError("the engine has failed") from error
-            finally:
-                # Posted after the loads that the engine thread has read before.
-                self.post_to_loop(self._set_load, self._loads.read())
-
-    def resume(
-        self, request: Request, first_token: int, reservation: Reservation, states: Any, done: Callable[[], None]
-    ) -> None:
-        """Gives the engine a sequence whose prompt is computed in reserved blocks; `done` runs on the engine thread.
-
-        A first token that no sound peer sends fails the request.
-
-        Args:
-            states: as `Scheduler.resume`.
-        """
-
-        def add() -> None:
-            try:
-                self._engine.scheduler.resume(request, first_token, reservation.hold, states)
-            except ValueError as error:
-                reservation.release()
-                self.role.on_step(())  # no step may follow that would tell of these blocks
-                self.post_to_loop(self.fail, request.key, Failure(code=Failure.CODE_INTERNAL, message=str(error)))
-            else:
-                done()
-                if self._engine.scheduler.rows_taken:
-                    self.post_to_loop(self.note_wait, request.key, WAIT_ROW)
-
-        self._thread.post(add)
+        self.thread.post(add)
 
     def release(self, hold: Hold | Reservation) -> None:
         """Releases blocks that the role has kept."""
-        self._thread.post(hold.release)
+        self.thread.post(hold.release)
         self._refresh_load()
-
-    def expect_holders(self, holders: frozenset[tuple[int, int]]) -> None:
-        """Lets steps leave time for sequences of these holders, which will come soon; each is (rank, holder)."""
-        self._engine.scheduler.coming = holders
-
-    def post_to_engine(self, command: Callable[[], object]) -> None:
-        """Runs `command` on the engine thread before its next step."""
-        self._thread.post(command)
-
-    def post_to_loop(self, call: Callable[..., object], *arguments: object) -> None:
-        """Runs `call` on the event loop. Any thread."""
-        with suppress(RuntimeError):  # the loop has closed
-            self._loop.call_soon_threadsafe(call, *arguments)
-
-    @property
-    def step_tokens(self) -> int:
-        """Most tokens of one step of the engine, also where the options leave it to the worker. Any thread."""
-        return self._engine.scheduler.config.max_batch_tokens
-
-    @property
-    def num_blocks(self) -> int:
-        """Blocks of the pool that counts a sequence's tokens."""
-        return self._engine.scheduler.prefix.pool.total
-
-    def share(self, sequence: EngineSequence, first: int, end: int) -> Hold:
-        """A further hold on the blocks [first, end) of a sequence. On the engine thread."""
-        return self._engine.scheduler.share(sequence, first, end)
-
-    def watch_engine(self, on_start: OnStart | None, on_launch: OnLaunch | None) -> None:
-        """Has these called on the engine thread, in place of those before."""
-        self._engine.scheduler.on_start, self._engine.on_launch = on_start, on_launch
 
     def send(self, event: RequestEvent, *, last: bool = False) -> None:
         """Sends an event of a live request to its router; with `last` the request is over here."""
@@ -360,7 +287,7 @@ class Worker:
 
     def describe(self, member: Member) -> None:
         """Adds to this worker's heartbeat what its engine does, and who it can hand KV over with."""
-        thread, role = self._thread, self.role
+        thread, role = self.thread, self.role
         member.transports.extend(role.transports)
         member.compatibility = role.compatibility
         if (states := role.local.states) is not None:
@@ -393,7 +320,7 @@ class Worker:
 
     def keep_costs(self) -> None:
         """Keeps the costs of steps for the next worker of this kind."""
-        keep_costs(self._engine, self._runner)
+        keep_costs(self.engine, self._runner)
 
     def received(self, stats: TransferStats) -> None:
         """Notes that a hand-off to here was committed."""
@@ -420,39 +347,41 @@ class Worker:
         self._live[key] = live = LiveRequest.of(submit, request, stream, expiry)
         self._submitted += 1
         self._idle.clear()
-        if live.held is None:
-            self._give(request, submit)
-        else:
+        peer = peer_of(submit)
+        if live.held is not None:
             stream.push(RequestEvent(request_id=key[0], attempt=key[1], taken=True))
+        elif request.sampling.constraint is None and (peer is None or not self.role.peers.is_news(peer)):
+            self.role.submit(request, submit)
+        else:
+            self._submit_later(live, submit)
+        self._loads.changed()
 
     def begin(self, key: Key, stream: RelayStream) -> None:
         """Computes a suspect that came on `stream`. Other keys are ignored."""
         live = self._live.get(key)
         if live is not None and live.stream is stream and live.held is not None:
             submit, live.held = live.held, None
-            self._give(live.request, submit)
+            self._submit_later(live, submit)
+            self._loads.changed()
 
-    def _give(self, request: Request, submit: Submit) -> None:
-        """Gives a live request to the role."""
-        if request.sampling.constraint is None:
-            self.role.submit(request, submit)
-        else:
-            task = asyncio.create_task(self._submit_constrained(request.sampling.constraint, submit))
-            task.add_done_callback(self._on_task_done)
-        self._loads.changed()
+    def _submit_later(self, live: LiveRequest, submit: Submit) -> None:
+        """Gives a live request to the role once its constraint is compiled and its peer is known."""
 
-    async def _submit_constrained(self, constraint: Constraint, submit: Submit) -> None:
-        """Gives a live request to the role once its constraint is compiled."""
-        key = key_of(submit)
-        try:
-            grammar = await self._constraints.compile(constraint)
-        except ConstraintError as error:
-            self.fail(key, Failure(code=Failure.CODE_INVALID, message=str(error)))
-            return
-        live = self._live.get(key)
-        if live is not None:
-            live.request = replace(live.request, grammar=grammar)
-            self.role.submit(live.request, submit)
+        async def give() -> None:
+            key, constraint, peer = live.request.key, live.request.sampling.constraint, peer_of(submit)
+            if constraint is not None:
+                try:
+                    live.request = replace(live.request, grammar=await self._constraints.compile(constraint))
+                except ConstraintError as error:
+                    self.fail(key, Failure(code=Failure.CODE_INVALID, message=str(error)))
+                    return
+            if peer is not None:  # if it stays unknown, the hand-off refuses it, with the reason
+                await self.role.peers.met(peer, NEWS_SECONDS)
+            if self._live.get(key) is live:
+                self.role.submit(live.request, submit)
+
+        task = asyncio.create_task(give(), name=f"submit {live.request.key}")
+        task.add_done_callback(self._on_task_done)
 
     def fence(self, fence: ClientCall) -> None:
         """Returns what earlier calls of the client's request have submitted, on any stream, and takes no more of it."""
@@ -514,7 +443,7 @@ class Worker:
     def _release(self, key: Key, cause: Failure.Cause = Failure.CAUSE_UNSPECIFIED) -> None:
         """Frees what the request has in the engine and in the role; `cause` as in `Role.cancel`."""
         self.role.cancel(key, cause)
-        self._thread.post(partial(self._cancel, key))
+        self.thread.post(partial(self._cancel, key))
         self._refresh_load()
 
     def _forget(self, key: Key) -> None:
@@ -530,34 +459,38 @@ class Worker:
         if self._loop.time() - self._checked >= CHECK_SECONDS:
             self._checked = self._loop.time()
             # What the engine thread has posted to this loop must arrive first: it may carry holds that end at once.
-            self._thread.post(partial(self.post_to_loop, self._check_blocks, self._submitted))
+            self.thread.post(partial(self.post_to_loop, self._check_blocks, self._submitted))
 
     def _check_blocks(self, submitted: int) -> None:
         idle = not self._live and self.role.active == 0
 
         def check() -> None:
             # A request that has come since may hold blocks: the event loop reserves them, under the engine's lock.
-            self._engine.scheduler.check_integrity(idle=idle and self._submitted == submitted)
+            self.engine.scheduler.check_integrity(idle=idle and self._submitted == submitted)
 
-        self._thread.post(check)
+        self.thread.post(check)
 
     def _on_task_done(self, task: "asyncio.Task[None]") -> None:
         """Ends the worker if a task failed: such a defect must not pass unnoticed, or its request would wait until its
         deadline.
         """
         if not task.cancelled() and (error := task.exception()) is not None:
-            self._hooks.failed(error)
+            self.hooks.failed(error)
 
     # Load.
 
     def _refresh_load(self) -> None:
         """Reads the load again, after the commands that were posted before, and sends it to the routers."""
-        self._thread.post(lambda: self.post_to_loop(partial(self._set_load, self._loads.read(), tell=True)))
+        self.thread.post(partial(self.note_load, tell=True))
+
+    def note_load(self, *, tell: bool = False) -> None:
+        """Reads the load, with the engine's lock, and takes it on the event loop, after what was posted before."""
+        self.post_to_loop(partial(self._set_load, self._loads.read(), tell=tell))
 
     def _set_load(self, reading: LoadReading, *, tell: bool = False) -> None:
         """Sends the load at once if blocks were freed: whoever waits for them should not wait for a heartbeat."""
         if self._loads.update(reading, tell=tell):
-            self._hooks.load_changed()
+            self.hooks.load_changed()
 
     def _deliver(self, events: Sequence[RequestEvent | PlainToken], reading: LoadReading) -> None:
         self._set_load(reading)
@@ -571,7 +504,7 @@ class Worker:
     # Engine thread.
 
     def _cancel(self, key: Key) -> None:
-        if self._engine.scheduler.cancel(key):
+        if self.engine.scheduler.cancel(key):
             # The sequence's blocks may be free now, and no step may follow that would tell.
             self.role.on_step(())
 

@@ -125,7 +125,7 @@ async def test_a_full_worker_refuses_and_a_request_without_a_token_in_time_fails
         def block() -> None:
             asyncio.run_coroutine_threadsafe(release.wait(), loop).result(SECONDS)
 
-        server.worker.post_to_engine(block)
+        server.worker.thread.post(block)
         await router.send(submit=submit("first", timeout_seconds=1.0))
         await router.send(submit=submit("second"))
         full, expired = await router.event(), await router.event()
@@ -188,11 +188,13 @@ async def test_an_offer_gets_the_blocks_that_another_one_gives_back(checkpoint: 
         assert known is not None
         control = Control(known)
         receiver.accept(control, replace(role.local, id=peer).hello(decode.id, decode.config.transfer))
-        count = min(decode.spec.max_context, decode.num_blocks * decode.cache.block_size) * 2 // 3
+        scheduler = decode.engine.scheduler
+        count = min(decode.spec.max_context, scheduler.prefix.pool.total * decode.cache.block_size) * 2 // 3
         ids, given = [1] * count, []
         # Each has another first token, so that nothing of it is in the prefix cache.
         for number in itertools.count(2):
-            found = decode.reserve(Request("other", number, (number, *ids[1:]), count), passing=False)
+            with decode.engine.lock:
+                found = scheduler.reserve(Request("other", number, (number, *ids[1:]), count))
             if found is None:
                 break
             given.append(found)

@@ -8,7 +8,9 @@ from pathlib import Path
 import grpc
 import pytest
 
+from kvrelay.decode_worker.role import DecodeRole
 from kvrelay.engine.request import Request
+from kvrelay.engine.scheduling.progress import Reservation
 from kvrelay.internal.v1.supervisor_pb2 import Member
 from kvrelay.internal.v1.worker_pb2 import Failure
 from kvrelay.internal.v1.worker_pb2_grpc import WorkerServiceStub
@@ -23,7 +25,13 @@ from support.secrets import METADATA
 
 pytestmark = pytest.mark.anyio
 
-FORGOTTEN = Request("forgotten by the test", 1, (1, 2, 3), 3)
+
+def forget(server: WorkerServer) -> Reservation:
+    """Blocks that the test may forget to release."""
+    with server.worker.engine.lock:
+        reservation = server.worker.engine.scheduler.reserve(Request("forgotten by the test", 1, (1, 2, 3), 3))
+    assert reservation is not None
+    return reservation
 
 
 def heartbeat(server: WorkerServer) -> Member:
@@ -62,13 +70,16 @@ async def test_an_engine_that_raises_fails_its_worker_and_what_waits_for_it(chec
     def broken() -> None:
         raise RuntimeError("broken by the test")
 
-    async with worker(checkpoint, built=built) as server, relay(server) as router:
+    async with worker(checkpoint, "decode", built=built) as server, relay(server) as router:
         built.engine.step = broken  # type: ignore[assignment, method-assign]
         await router.send(submit=submit("first"))
         assert "broken" in str(await asyncio.wait_for(server.failed(), SECONDS))
         assert heartbeat(server).failed
-        with pytest.raises(EngineEndedError):
-            server.worker.reserve(FORGOTTEN, passing=False)
+        role, answers = server.worker.role, list[object]()
+        assert isinstance(role, DecodeRole)
+        role.reserve(("first", 1), answers.append, passing=False)
+        await until(lambda: answers)
+        assert isinstance(answers[0], EngineEndedError)
         stopping = asyncio.create_task(server.stop(30.0))
         failure = (await router.last()).failure
         assert (failure.code, failure.cause) == (Failure.CODE_RETRY, Failure.CAUSE_PEER_LOST)
@@ -97,7 +108,7 @@ async def test_blocks_that_nobody_gave_back_end_an_idle_worker(
 ) -> None:
     monkeypatch.setattr(worker_module, "CHECK_SECONDS", 0.0)
     async with relay(server) as router:
-        server.worker.reserve(FORGOTTEN, passing=False)
+        forget(server)
         await router.send(submit=submit("last"))
         await router.last()
         assert "forgotten by the test" in str(await asyncio.wait_for(server.failed(), SECONDS))
@@ -123,11 +134,9 @@ async def test_blocks_reserved_for_a_request_that_has_come_before_the_check_are_
         await until(lambda: held)
         await router.send(submit=submit("second", **LONG))
         await router.event()
-        reservation = server.worker.reserve(FORGOTTEN, passing=False)
-        assert reservation is not None
         checked = threading.Event()
-        for command in (held[0], reservation.release, checked.set):
-            server.worker.post_to_engine(command)
+        for command in (held[0], forget(server).release, checked.set):
+            server.worker.thread.post(command)
         assert await asyncio.to_thread(checked.wait, SECONDS)
         assert not heartbeat(server).failed
         await router.send(cancel={"request_id": "second", "attempt": 1})
@@ -142,7 +151,7 @@ async def test_a_co_located_worker_has_a_digest_too(checkpoint: Path) -> None:
 async def test_who_waits_for_blocks_hears_of_a_cancel_that_no_step_follows(checkpoint: Path) -> None:
     built, release, reports = Built(), threading.Event(), list[object]()
     async with worker(checkpoint, built=built) as server, relay(server) as router:
-        server.worker.post_to_engine(lambda: release.wait(SECONDS))
+        server.worker.thread.post(lambda: release.wait(SECONDS))
         server.worker.role.on_step = reports.append  # type: ignore[assignment, method-assign]
         await router.send(submit=submit("only"))
         await until(lambda: server.worker.request(("only", 1)))

@@ -12,7 +12,7 @@ from kvrelay.engine.request import Request, SamplingParams, Urgency
 from kvrelay.engine.states import StatesLayout
 from kvrelay.internal.v1.supervisor_pb2 import HiddenStates, Member
 from kvrelay.internal.v1.worker_pb2 import Begin, Cancel, ModelInfo, RequestEvent, Sampling, Submit
-from kvrelay.rpc.identity import context_limit
+from kvrelay.rpc.identity import WorkerId, context_limit
 
 PATIENCE_SECONDS = 10.0
 """Seconds after which a request whose class has no target counts as late: those of classes with targets and the same
@@ -99,6 +99,11 @@ def request_of(submit: Submit, spec: ModelSpec, received: float) -> Request:
 def key_of(message: Begin | Cancel | Submit | RequestEvent) -> tuple[str, int]:
     """(request_id, attempt)."""
     return message.request_id, message.attempt
+
+
+def peer_of(submit: Submit) -> WorkerId | None:
+    """The other worker of the request's hand-off; None if there is none."""
+    return WorkerId(submit.peer.name, submit.peer.incarnation) if submit.peer.name else None
 
 
 def degree_of(member: Member) -> Degree:
