@@ -132,7 +132,8 @@ class KVReceiver(Endpoint[Receiving]):
             return
         transfer = transfer or self._new(key, sender.incarnation, None)
         transfer.announced, transfer.urgency = (len(tokens), tokens_digest(tokens)), urgency
-        self._expect(transfer, transfer.pair or self._pairs.get(sender.incarnation))
+        if (manifest := self._manifest(transfer, transfer.pair or self._pairs.get(sender.incarnation))) is not None:
+            self._feed(transfer, Expected(manifest))
 
     def cancel(self, key: Key, code: Code = Code.CANCELLED) -> None:
         transfer = self._transfers.get(key)
@@ -167,15 +168,15 @@ class KVReceiver(Endpoint[Receiving]):
         transfer = self._transfers[key] = Receiving(machine=machine, pair=pair, sender=sender)
         return transfer
 
-    def _expect(self, transfer: Receiving, pair: Pair | None) -> None:
-        """Tells the machine what to expect, once the router's announcement and the sender's layout are known."""
-        if transfer.announced is not None and transfer.manifest is None and pair is not None and pair.hello is not None:
-            wanted, (tokens, digest) = self.local.states, transfer.announced
-            state_bytes = 0 if wanted is None else wanted.token_bytes
-            tracks = tracks_of(pair.hello.cache, pair.routes, tokens)
-            manifest = Manifest(tokens, digest, tracks, state_bytes=state_bytes)
-            transfer.manifest = manifest
-            self._feed(transfer, Expected(manifest))
+    def _manifest(self, transfer: Receiving, pair: Pair | None) -> Manifest | None:
+        """Makes the attempt's manifest, once the router's announcement and the sender's layout are known."""
+        if transfer.announced is None or transfer.manifest is not None or pair is None or pair.hello is None:
+            return None
+        wanted, (tokens, digest) = self.local.states, transfer.announced
+        tracks = tracks_of(pair.hello.cache, pair.routes, tokens)
+        state_bytes = 0 if wanted is None else wanted.token_bytes
+        transfer.manifest = Manifest(tokens, digest, tracks, state_bytes=state_bytes)
+        return transfer.manifest
 
     def _apply(self, transfer: Receiving, actions: Iterable[ReceiveAction]) -> None:
         key = transfer.key
@@ -325,23 +326,26 @@ class KVReceiver(Endpoint[Receiving]):
         self._pairs[stream.peer.incarnation] = Pair(stream, hello, routes=routes)
         stream.put(self.local.hello(stream.peer.id, self.config))
 
-    def _on_message(self, pair: Pair, message: Message) -> None:
+    def on_message(self, stream: ControlStream, message: Message) -> None:
+        pair = self._pair_of(stream)
+        if pair is None:
+            return
         match message:
             case Push():
                 self._on_push(pair, message)
             case Finish() | Abort():
-                transfer = self._transfers.get(message.key)
+                transfer = self._addressed(pair, message.key)
                 if transfer is not None:
                     transfer.finish_at = self.runtime.now()
                     if isinstance(message, Finish):
                         transfer.exposed_nbytes = max(0, message.nbytes - transfer.verified_nbytes)
-                self._to_attempt(pair, message)
+                    self._feed(transfer, message)
             case Offer():
                 self._on_offer(pair, message)
             case Dial(epoch, transport):
                 self._on_dial(pair, epoch, transport)
             case _:
-                super()._on_message(pair, message)
+                super().on_message(stream, message)
 
     def _on_offer(self, pair: Pair, offer: Offer) -> None:
         key = offer.key
@@ -353,7 +357,8 @@ class KVReceiver(Endpoint[Receiving]):
         else:
             transfer = transfer or self._new(key, pair.incarnation, pair)
             transfer.pair = transfer.pair or pair
-            self._expect(transfer, transfer.pair)
+            if (manifest := self._manifest(transfer, transfer.pair)) is not None:
+                self._feed(transfer, Expected(manifest))
             self._feed(transfer, offer)
             if pair.epoch:
                 self._feed(transfer, LinkUp(pair.epoch))
@@ -365,12 +370,8 @@ class KVReceiver(Endpoint[Receiving]):
         elif push.epoch != pair.epoch:
             self.dropped += 1
         else:
-            transfer = self._transfers.get(push.key)
-            actions: list[ReceiveAction] = []
-            if transfer is None or transfer.pair is not pair:
-                self.dropped += 1
-            else:
-                actions = self._feed(transfer, push)
+            transfer = self._addressed(pair, push.key)
+            actions = [] if transfer is None else self._feed(transfer, push)
             if not any(isinstance(action, ReceiveFrame) for action in actions):
                 # The sender sends what it has announced, so this end must receive it.
                 route = pair.routes[push.track if push.track < len(pair.routes) else 0]

@@ -323,18 +323,23 @@ class KVSender(Endpoint[Sending]):
 
     # Control streams and links.
 
-    def _on_message(self, pair: Pair, message: Message) -> None:
+    def on_message(self, stream: ControlStream, message: Message) -> None:
+        pair = self._pair_of(stream)
+        if pair is None:
+            return
         match message:
             case Grant() | Ack() | Nack() | Wait():
-                if isinstance(message, Grant) and (transfer := self._transfers.get(message.key)) is not None:
-                    transfer.granted_at = transfer.granted_at or self.runtime.now()
-                self._to_attempt(pair, message)
+                transfer = self._addressed(pair, message.key)
+                if transfer is not None:
+                    if isinstance(message, Grant):
+                        transfer.granted_at = transfer.granted_at or self.runtime.now()
+                    self._feed(transfer, message)
             case Hello():
                 self._on_hello(pair, message)
             case Refuse(code, reason):
-                pair.stream.end(code, f"{pair.peer.name} refused: {reason}")
+                stream.end(code, f"{pair.peer.name} refused: {reason}")
             case _:
-                super()._on_message(pair, message)
+                super().on_message(stream, message)
 
     def _on_hello(self, pair: Pair, hello: Hello) -> None:
         pair.hello = hello

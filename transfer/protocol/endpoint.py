@@ -195,10 +195,23 @@ class Endpoint(ABC, Generic[TransferT]):
     # For control streams.
 
     def on_message(self, stream: ControlStream, message: Message) -> None:
-        """Takes the next message of a stream."""
+        """Takes the next message of a stream: here, those that both ends send."""
         pair = self._pair_of(stream)
-        if pair is not None:
-            self._on_message(pair, message)
+        if pair is None:
+            return
+        match message:
+            case Renew(keys):
+                for key in keys:
+                    transfer = self._transfers.get(key)
+                    if transfer is not None and transfer.pair is pair:
+                        self._feed(transfer, Renewed())
+            case Meet(epoch, entry, value):
+                self.links.meet(pair.incarnation, epoch, RankPair(message.sender, message.receiver), entry, value)
+            case CloseLink(epoch, reason):
+                if self.links.epoch(pair.incarnation) == epoch:
+                    self._close_link(pair, f"closed by {pair.peer.name}: {reason}")
+            case _:
+                stream.end(Code.PROTOCOL, f"{type(message).__name__} is not a message for this end")
 
     def stream_ended(self, stream: ControlStream, code: Code, message: str) -> None:
         """Ends the link of an ended stream, and fails the attempts that were in progress on it."""
@@ -263,29 +276,13 @@ class Endpoint(ABC, Generic[TransferT]):
             if transfer.claims[frame].close():
                 self._feed(transfer, FrameEnded(frame, Outcome.LOST))
 
-    def _on_message(self, pair: Pair, message: Message) -> None:
-        """Handles messages that both ends send."""
-        match message:
-            case Renew(keys):
-                for key in keys:
-                    transfer = self._transfers.get(key)
-                    if transfer is not None and transfer.pair is pair:
-                        self._feed(transfer, Renewed())
-            case Meet(epoch, entry, value):
-                self.links.meet(pair.incarnation, epoch, RankPair(message.sender, message.receiver), entry, value)
-            case CloseLink(epoch, reason):
-                if self.links.epoch(pair.incarnation) == epoch:
-                    self._close_link(pair, f"closed by {pair.peer.name}: {reason}")
-            case _:
-                pair.stream.end(Code.PROTOCOL, f"{type(message).__name__} is not a message for this end")
-
-    def _to_attempt(self, pair: Pair, message: Any) -> None:
-        """Feeds a message to the attempt that it names; counts one that no attempt of this pair expects."""
-        transfer = self._transfers.get(message.key)
+    def _addressed(self, pair: Pair, key: Key) -> TransferT | None:
+        """The attempt that a message of the pair names; counts a message that no attempt of this pair expects."""
+        transfer = self._transfers.get(key)
         if transfer is not None and transfer.pair is pair:
-            self._feed(transfer, message)
-        else:
-            self.dropped += 1
+            return transfer
+        self.dropped += 1
+        return None
 
     def _close_link(self, pair: Pair, reason: str) -> None:
         self.links.close(pair.incarnation, reason)
