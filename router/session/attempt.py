@@ -133,8 +133,8 @@ class AttemptTokens:
         """Pacer, and holder, by which the present pause waits for its turn to end; None once it does."""
         self._held = False
         """Whether the pacer was told of the first token of the present pause."""
-        self.relay: Callable[[], bool] = lambda: False
-        """Takes tokens that are due, and returns whether it did; else the session is woken. It must not raise."""
+        self._relay: Callable[[], bool] | None = None
+        """See `wait`; None while nobody waits with one."""
 
     def __len__(self) -> int:
         """Tokens that are here in order."""
@@ -221,7 +221,7 @@ class AttemptTokens:
             self._offer()
 
     def _offer(self) -> None:
-        if not self.relay():
+        if self._relay is None or not self._relay():
             self.wake()
 
     # Towards the session.
@@ -243,15 +243,20 @@ class AttemptTokens:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
-    async def wait(self) -> None:
-        """Returns at the next token that doesn't gather, at the end, or at `wake`. For one waiter only."""
+    async def wait(self, relay: Callable[[], bool] | None = None) -> None:
+        """Returns at the next token that doesn't gather, at the end, or at `wake`. For one waiter only.
+
+        Args:
+            relay: takes tokens that are due meanwhile, and returns whether it did; else the wait ends. It must not
+                raise.
+        """
         # An `asyncio.Event` has a queue of waiters, which costs as much as all else here.
         if not self._woken:
-            self._waiter = asyncio.get_running_loop().create_future()
+            self._waiter, self._relay = asyncio.get_running_loop().create_future(), relay
             try:
                 await self._waiter
             finally:
-                self._waiter = None
+                self._waiter = self._relay = None
         self._woken = False
 
     def take(self) -> Taken:

@@ -193,10 +193,10 @@ class Output:
         self._request, self._trace, self._sink, self._dispatch = request, trace, sink, dispatch
         self._completion = Completion(request, dispatch.token_bytes)
         self._first = True
-        self._open: Attempt | None = None
-        """The attempt whose plain tokens need not wake the session; None while there is none."""
-        self._defect: Exception | None = None
-        """Exception that was raised in `relay`."""
+        self.plain = self._completion.plain
+        """Whether `relay` may send tokens."""
+        self.defect: Exception | None = None
+        """Exception that was raised in `relay`, which has lost tokens."""
 
     @property
     def tokens(self) -> Sequence[int]:
@@ -217,27 +217,6 @@ class Output:
         finish_reason = await self._completion.restore(self._request.resumed)
         self._trace.completion_tokens = self._trace.resumed_tokens = len(self._completion.tokens)
         return finish_reason
-
-    async def wait(self, attempt: Attempt, *, proven: bool) -> None:
-        """Waits until the attempt has something for the session, and it is its turn: one message of a worker may have
-        something for hundreds.
-
-        Args:
-            proven: whether the session has nothing to note about plain tokens, so that `relay` may send them.
-
-        Raises:
-            Exception: a defect in `relay`, which has lost tokens.
-        """
-        if proven and self._completion.plain:
-            self._open = attempt
-            attempt.tokens.relay = self.relay
-        try:
-            await attempt.tokens.wait()
-        finally:
-            self._open = None
-        await self._dispatch.turns.take(self._request.claim.tenant)
-        if self._defect is not None:
-            raise self._defect
 
     def add(self, taken: Taken) -> Piece:
         """Adds an attempt's new tokens to the completion; returns what is to be sent."""
@@ -270,19 +249,18 @@ class Output:
         last.timeline.CopyFrom(trace.timeline(now))
         await self._sink.write(last)
 
-    def relay(self) -> bool:
-        """Sends the plain tokens that the open attempt has, without waiting; False if the session must look itself."""
-        attempt = self._open
-        if attempt is None or attempt.failure is not None or not attempt.tokens.plain or not self._sink.ready:
+    def relay(self, attempt: Attempt) -> bool:
+        """Sends the plain tokens that the attempt has, without waiting; False if the session must look itself."""
+        if attempt.failure is not None or not attempt.tokens.plain or not self._sink.ready:
             return False
         try:
             piece = self.add(attempt.tokens.take())
             self._gather_behind(attempt)
             self._sink.write_now(self._message(piece))
             self._sent(self._dispatch.clock())
-        except Exception as error:  # noqa: BLE001  # `wait` raises it
+        except Exception as error:  # noqa: BLE001  # the session raises it
             # Not to the worker's stream, which has called this: it carries other requests too.
-            self._defect = error
+            self.defect = error
             return False
         return True
 

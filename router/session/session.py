@@ -270,8 +270,13 @@ class Session:
                 await self._output.write(piece, attempt)
             elif attempt.failure is not None:
                 return FINISH_REASON_UNSPECIFIED
-            else:
-                await self._wait(attempt)
+            elif self._in_time(attempt):
+                relays = attempt is self._proven and self._output.plain
+                await attempt.tokens.wait(partial(self._output.relay, attempt) if relays else None)
+                # One message of a worker may have something for hundreds of sessions.
+                await self._dispatch.turns.take(self._request.claim.tenant)
+                if self._output.defect is not None:
+                    raise self._output.defect
 
     def _note_success(self, attempt: Attempt, *, finished: bool) -> None:
         if attempt is self._proven and not finished:
@@ -287,16 +292,15 @@ class Session:
         if self._evidence is not None:
             self._evidence.end()
 
-    async def _wait(self, attempt: Attempt) -> None:
-        """Waits for the attempt's next event or the earliest limit; acts on a limit that has passed."""
+    def _in_time(self, attempt: Attempt) -> bool:
+        """Whether no limit of the attempt has passed; sets the alarm for the earliest one. Acts on one that has."""
         token_limit = self._token_limit(attempt)
         suspect_limit = self._suspect_limit(attempt)
         earliest = min(token_limit, suspect_limit, attempt.decide_by, self._deadline)
         if self._dispatch.clock() < earliest:
             self._following = attempt
             self._alarm.set(earliest)
-            await self._output.wait(attempt, proven=attempt is self._proven)
-            return
+            return True
         self._check_deadline()
         if earliest == token_limit and not self._output.begun:
             raise self._shed("on its workers") if attempt.waits else self._no_first_token()
@@ -306,6 +310,7 @@ class Session:
             attempt.fail_handoff()
         else:
             attempt.fail_silent(f"no token for {self._dispatch.config.idle_timeout_seconds:g} s")
+        return False
 
     def _token_limit(self, attempt: Attempt | None = None) -> float:
         """Monotonic time by which the next token must be here, or a sign that the attempt's workers have it in hand."""
