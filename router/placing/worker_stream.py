@@ -45,14 +45,14 @@ TOKENS_AT_ONCE = 64
 
 
 class Listener(Protocol):
-    """The part of an attempt that one worker does. Its methods must not raise."""
+    """An attempt, as the streams of its workers call it. Its methods must not raise."""
 
-    def on_token(self, index: int, token: int, now: float) -> None:
+    def on_token(self, stream: "WorkerStream", index: int, token: int, now: float) -> None:
         """A token has come with nothing else; `now` is the monotonic time."""
 
-    def on_event(self, event: RequestEvent) -> None: ...
+    def on_event(self, stream: "WorkerStream", event: RequestEvent) -> None: ...
 
-    def on_lost(self) -> None:
+    def on_lost(self, stream: "WorkerStream") -> None:
         """The stream is lost; its `lost` says why."""
 
     def on_doubt(self) -> None:
@@ -330,13 +330,13 @@ class WorkerStream:
             while part := list(itertools.islice(tokens, TOKENS_AT_ONCE)):
                 for slot, index, token in part:
                     if (listener := by_slot.get(slot)) is not None:
-                        listener.on_token(index, token, now)
+                        listener.on_token(self, index, token, now)
                 now = await self._pause(now)
         now = self._clock()
         for event in response.events:
             found = self._listeners.get((event.request_id, event.attempt))
             if found is not None:
-                found[1].on_event(event)
+                found[1].on_event(self, event)
                 now = await self._pause(now)
         for prompt in response.foreign:
             self._on_foreign(self.worker, prompt, self.block_size)
@@ -384,5 +384,5 @@ class WorkerStream:
         self._listeners.clear()
         self._by_slot.clear()
         for _, listener in listeners:
-            listener.on_lost()
+            listener.on_lost(self)
         self._on_change()

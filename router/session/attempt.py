@@ -20,7 +20,6 @@ the first token that comes after that moment, or when the first gathered one has
 import asyncio
 import math
 import time
-import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -274,13 +273,12 @@ NOTHING = Taken([], FINISH_REASON_UNSPECIFIED, [], [])
 
 @dataclass(slots=True)
 class Part:
-    """Listens to the worker's stream, and counts as one of its requests and suspects while it is one there."""
+    """What an attempt has on one worker. It counts as one of the stream's requests and suspects while it is one there.
 
-    attempt: "weakref.ref[Attempt]"
-    """The attempt, which keeps its parts: with a reference back, only the garbage collector would free both, and all
-    that a session is, which takes it a tenth of a second where many have ended."""
-    tokens: AttemptTokens
-    """The attempt's tokens."""
+    It has no reference to its attempt: only the garbage collector would free both, and all that a session is, which
+    takes it a tenth of a second where many have ended.
+    """
+
     stream: WorkerStream
     phase: Phase
     next_index: int
@@ -301,7 +299,7 @@ class Part:
     """Monotonic time at which the worker has told how much of the prompt is computed."""
     returned: bool = False
     """Whether the worker has given the request back."""
-    _plain: bool = False
+    plain: bool = False
     """Whether nothing is to be noted of the worker's next token but the token."""
     _counted: bool = True
     """Whether the part is one of `stream.requests`."""
@@ -326,7 +324,7 @@ class Part:
 
     def waiting(self, why: Wait) -> None:
         """Notes that the request waits on the worker."""
-        self.waits, self._plain = why, False
+        self.waits, self.plain = why, False
 
     def computing(self, now: float) -> None:
         """Notes that the worker computes the prompt."""
@@ -341,7 +339,7 @@ class Part:
         self.waits = WAIT_UNSPECIFIED
         self.next_index = max(self.next_index, end)
         self.delivered = True
-        self._plain = not self.suspect_tokens
+        self.plain = not self.suspect_tokens
 
     def computed(self) -> None:
         """Notes that the worker computes nothing more for this part. Idempotent."""
@@ -353,26 +351,6 @@ class Part:
         if self._suspect:
             self._suspect = False
             self.stream.suspect_gone()
-
-    # From the stream.
-
-    def on_token(self, index: int, token: int, now: float) -> None:
-        # Nearly all tokens take the short way: what else is to be done was done for the first ones.
-        if self._plain and index == self.next_index and self.tokens.append(index, token, now):
-            self.next_index = index + 1
-        else:
-            self.on_event(RequestEvent(first_index=index, token_ids=[token]))
-
-    def on_event(self, event: RequestEvent) -> None:
-        if (attempt := self.attempt()) is not None:
-            attempt.on_event(self, event)
-
-    def on_lost(self) -> None:
-        if (attempt := self.attempt()) is not None:
-            attempt.on_lost(self)
-
-    def on_doubt(self) -> None:
-        self.tokens.wake()
 
 
 PREFILL_LOST_SECONDS = 1.0
@@ -434,7 +412,7 @@ class Attempt:
         """Whether the workers may compute the request: a suspect, once each of them has taken it."""
 
         def part(stream: WorkerStream, phase: Phase, first: int) -> Part:
-            return Part(weakref.ref(self), self.tokens, stream, phase, first, suspect_tokens, on_trial)
+            return Part(stream, phase, first, suspect_tokens, on_trial)
 
         self._prefill = part(prefill, PHASE_COLOCATED if decode is prefill else PHASE_PREFILL, self._base)
         self._decode = None if decode in (None, prefill) else part(decode, PHASE_DECODE, self._base + 1)
@@ -509,7 +487,7 @@ class Attempt:
             submit.timeout_seconds = first_seconds + (idle_seconds if part.phase == PHASE_DECODE else 0.0)
             for peer in self.workers - {part.stream.worker}:
                 submit.peer.CopyFrom(PeerRef(name=peer.name, incarnation=peer.incarnation))
-            part.stream.submit(submit, part, cached_tokens=self._expected[0].tokens if self._expected else 0)
+            part.stream.submit(submit, self, cached_tokens=self._expected[0].tokens if self._expected else 0)
         self._trace.tries[-1].submitted = self._trace.clock()
 
     def stop(self) -> None:
@@ -620,9 +598,18 @@ class Attempt:
 
     # From the workers' streams.
 
-    def on_event(self, part: Part, event: RequestEvent) -> None:
-        """Handles an event from the worker of a part."""
-        tokens, trace = self.tokens, self._trace
+    def on_token(self, stream: WorkerStream, index: int, token: int, now: float) -> None:
+        part = self._decode
+        if part is None or part.stream is not stream:
+            part = self._prefill
+        # Nearly all tokens take the short way: what else is to be done was done for the first ones.
+        if part.plain and index == part.next_index and self.tokens.append(index, token, now):
+            part.next_index = index + 1
+        else:
+            self.on_event(stream, RequestEvent(first_index=index, token_ids=[token]))
+
+    def on_event(self, stream: WorkerStream, event: RequestEvent) -> None:
+        part, tokens, trace = self._part(stream), self.tokens, self._trace
         trace.note(event)
         if event.taken:
             self._note_taken(part)
@@ -636,7 +623,15 @@ class Attempt:
         if event.prompt_logprobs:
             self._merge_prompt(part, event)
         if event.token_ids:
-            self._merge(part, event)
+            first, ids = event.first_index, event.token_ids
+            if defect := self._misfit(part, event) or tokens.merge(first, ids, event.logprobs):
+                self._fail_defect(part, defect)
+            else:
+                part.sent(first + len(ids))
+                if part.phase == PHASE_PREFILL:
+                    part.computed()
+                if part is self._decode:
+                    self.decide_by = math.inf
         if event.finish_reason and tokens.end is None:
             self._over(part)
             tokens.finish(part.next_index, event.finish_reason)
@@ -668,8 +663,8 @@ class Attempt:
         part.open = False
         part.clear()
 
-    def on_lost(self, part: Part) -> None:
-        """Handles the loss of the stream of a part."""
+    def on_lost(self, stream: WorkerStream) -> None:
+        part = self._part(stream)
         was_open, part.open = part.open, False
         if was_open and not self._outlived(part):
             if part is self._prefill and self._decode is not None and part.delivered:
@@ -677,6 +672,13 @@ class Attempt:
             else:
                 self._fail_lost(part.stream.worker, f"worker {part.stream.worker.name} lost ({part.stream.lost})")
         self.tokens.wake()
+
+    def on_doubt(self) -> None:
+        self.tokens.wake()
+
+    def _part(self, stream: WorkerStream) -> Part:
+        """The part whose worker has this stream."""
+        return self._decode if self._decode is not None and self._decode.stream is stream else self._prefill
 
     def _reported(self, part: Part, failure: Failure) -> AttemptFailure:
         """The failure that a worker reports, as `Failure` in worker.proto defines it."""
@@ -705,29 +707,18 @@ class Attempt:
             tokens = cached if part is self._prefill else expectation.tokens
             expectation.reported(tokens, part.stream.block_size)
 
-    def _merge(self, part: Part, event: RequestEvent) -> None:
-        """Adds tokens by index. A gap in one worker's sequence, or two different tokens at one index, is a defect."""
-        end = event.first_index + len(event.token_ids)
+    def _misfit(self, part: Part, event: RequestEvent) -> str:
+        """Description of what is wrong with an event's tokens; empty if nothing is."""
+        end, prompt_scored = event.first_index + len(event.token_ids), self.tokens.prompt_scored
         if event.first_index > part.next_index:
-            self._fail_defect(part, f"sent index {event.first_index} instead of {part.next_index}")
-            return
+            return f"sent index {event.first_index} instead of {part.next_index}"
         if end > self._base + self._left:
-            self._fail_defect(part, f"sent index {end - 1}; max_tokens is {self._base + self._left}")
-            return
+            return f"sent index {end - 1}; max_tokens is {self._base + self._left}"
         if self._wants and len(event.logprobs) != len(event.token_ids):
-            self._fail_defect(part, f"sent {len(event.logprobs)} log-probabilities of {len(event.token_ids)} tokens")
-            return
-        if self._wants_prompt and not self._prompt_complete and part is self._prefill:
-            self._fail_defect(part, f"sent a token after {self.tokens.prompt_scored} of the prompt's log-probabilities")
-            return
-        if conflict := self.tokens.merge(event.first_index, event.token_ids, event.logprobs):
-            self._fail_defect(part, conflict)
-            return
-        part.sent(end)
-        if part.phase == PHASE_PREFILL:
-            part.computed()
-        if part is self._decode:
-            self.decide_by = math.inf
+            return f"sent {len(event.logprobs)} log-probabilities of {len(event.token_ids)} tokens"
+        if self._wants_prompt and part is self._prefill and 1 + prompt_scored != len(self._request.prompt):
+            return f"sent a token after {prompt_scored} of the prompt's log-probabilities"
+        return ""
 
     def _merge_prompt(self, part: Part, event: RequestEvent) -> None:
         """Adds log-probabilities of the prompt's tokens, of which the first has none."""
@@ -736,10 +727,6 @@ class Attempt:
             self._fail_defect(part, f"sent log-probabilities of prompt token {event.prompt_logprobs_first}, not {due}")
         else:
             self.tokens.prompt_logprobs.append(event.prompt_logprobs)
-
-    @property
-    def _prompt_complete(self) -> bool:
-        return 1 + self.tokens.prompt_scored == len(self._request.prompt)
 
     def _fail_defect(self, part: Part, what: str) -> None:
         message = f"worker {part.stream.worker.name} {what} (request {self._key[0]}, attempt {self.number})"

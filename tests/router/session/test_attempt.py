@@ -32,7 +32,7 @@ class ScriptedStream(WorkerStream):
         self.listener = listener
 
     def on_event(self, event: RequestEvent) -> None:
-        self.listener.on_event(event)
+        self.listener.on_event(self, event)
 
     def cancel(self, key: tuple[str, int]) -> None:
         self.cancelled.append(key)
@@ -85,10 +85,10 @@ async def test_every_index_comes_once_and_in_order(
             prefill.on_event(RequestEvent(prompt_logprobs=[score], prompt_logprobs_first=place))
     for worker, first, end in events:
         last = worker == "decode" and end == total
-        listener = (prefill if worker == "prefill" else decode).listener
+        stream = prefill if worker == "prefill" else decode
         if not (scored or last) and data.draw(st.booleans()):
             for index in range(first, end):
-                listener.on_token(index, 100 + index, 0.0)
+                stream.listener.on_token(stream, index, 100 + index, 0.0)
         else:
             event = RequestEvent(
                 first_index=first,
@@ -96,7 +96,7 @@ async def test_every_index_comes_once_and_in_order(
                 logprobs=[TokenLogprobs(rank=1 + index) for index in range(first, end) if scored],
                 finish_reason=length_if(last),
             )
-            listener.on_event(event)
+            stream.on_event(event)
         if data.draw(st.booleans()):
             tokens, finish, logprobs, prompt_logprobs = attempt.tokens.take()
             taken, scores, prompt_scores = taken + tokens, scores + logprobs, prompt_scores + prompt_logprobs
@@ -140,7 +140,7 @@ async def test_an_unfinished_attempt_is_cancelled_on_its_workers_and_claims_no_t
             streams[worker].on_event(RequestEvent(failure=Failure(code=Failure.CODE_RETRY)))
         else:
             streams[worker].lost = "killed"
-            streams[worker].listener.on_lost()
+            streams[worker].listener.on_lost(streams[worker])
         over.add(worker)
     attempt.close()
     attempt.close()
