@@ -14,7 +14,7 @@ import math
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 from kvrelay.internal.v1.worker_pb2 import ModelInfo
 from kvrelay.router.addresses import Addresses
@@ -34,7 +34,7 @@ from kvrelay.router.records.requests import Requests
 from kvrelay.router.records.spans import RequestFacts, SpanExport
 from kvrelay.router.records.traffic import TrafficMeter
 from kvrelay.router.request.reading import Asking, PackedRequest, Plan, Reading
-from kvrelay.router.request.validation import CheckedRequest, completions
+from kvrelay.router.request.validation import CheckedRequest, check, completions
 from kvrelay.router.session.dispatch import Dispatch
 from kvrelay.router.session.output import FirstSink, Sink
 from kvrelay.router.session.session import Session
@@ -43,8 +43,6 @@ from kvrelay.rpc.tracing import TraceContext
 from kvrelay.v1.inference_pb2 import FinishReason, GenerateRequest
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 ENDED_AT_ONCE = 2
 """Completions of a call that end together when one of them has failed, or the client is gone: each takes the event loop
@@ -266,7 +264,8 @@ class Call:
         """
         front = self._front
         asking = front.asking(kind, self._grant.tenant, name, session)
-        found = await self._in_time(front.reading.read(data, asking, self.ticket.holder), self._first_token_seconds)
+        async with self._in_time(self._first_token_seconds):
+            found = await front.reading.read(data, asking, self.ticket.holder)
         if isinstance(found, Plan):
             service = front.dispatch.services.get(found.slo_class or DEFAULT_CLASS)
             if service is not None:  # `generate` refuses other names
@@ -303,18 +302,19 @@ class Call:
         meter = front.limits.request(grant.key, grant.limits)
         trace.tenant = grant.tenant
         async with self._noting_failure(trace):
-            front.asking().check_model(request.model)
+            asking = front.asking(tenant=grant.tenant)
+            asking.check_model(request.model)
             front.callers.check_tenant(request.tenant, grant.tenant)
             holder, services = self.ticket.holder, front.dispatch.services
             claim = claim_of(request.slo_class, request.priority, grant, holder, services, self._received)
             if checked is None:
-                checked = await front.reading.check(request, front.asking(tenant=grant.tenant))
+                checked = await check(request, grant.tenant, asking.model, front.tokenizer, front.reading.defaults)
             trace.service = claim.service.name
             seconds = claim.service.first_token_timeout_seconds
             checked = replace(checked, claim=claim, first_token_seconds=seconds, shown=shown)
             _describe(checked, trace)
             chat = self.chat or request.HasField("messages")
-            self.facts = RequestFacts(front.asking().served_names[0], chat, checked.sampling, request.n or 1)
+            self.facts = RequestFacts(asking.served_names[0], chat, checked.sampling, request.n or 1)
             meter.prompt(len(checked.prompt))
             if begin is not None:
                 begin(checked)
@@ -332,24 +332,24 @@ class Call:
         Raises:
             DeadlineExceeded: that took longer than its first token may take.
         """
-        return await self._in_time(self.ticket.place(), self._first_token_seconds)
+        async with self._in_time(self._first_token_seconds):
+            return await self.ticket.place()
 
     async def _turn(self) -> None:
         """Returns when the event loop has time for the call: to check a prompt and begin a completion takes about a
         millisecond, and so does to end one."""
         await self._front.dispatch.turns.take(self.ticket.holder)
 
-    async def _in_time(self, waiting: Coroutine[Any, Any, T], seconds: float) -> T:
-        """
-        Args:
-            seconds: limit of the waiting, from the receipt of the call.
+    @asynccontextmanager
+    async def _in_time(self, seconds: float) -> AsyncIterator[None]:
+        """Limits a wait for others of the client: it ends so many seconds from the receipt of the call.
 
         Raises:
             DeadlineExceeded: it took longer.
         """
         try:
             async with asyncio.timeout(min(self._received + seconds, self._deadline) - self._clock()):
-                return await waiting
+                yield
         except TimeoutError:
             raise DeadlineExceeded("the request waited too long for others of its client to end") from None
 
@@ -383,44 +383,48 @@ class Call:
     async def _complete(
         self, request: CheckedRequest, trace: RequestTrace, sink: Sink, meter: Meter, place: Place
     ) -> None:
-        self._front.requests.begin(trace)
-        self._front.traffic.begin(trace)
-        try:
-            async with self._noting_failure(trace):
-                with self.ticket.lent(place):
-                    finish_reason = await self._run(request, trace, sink, place)
-        finally:
-            meter.generated(trace.generated_tokens)
+        """Runs a session; again if it had to give way before it began, and its call goes on."""
+
+        def begun() -> bool:
+            return trace.submitted is not None or trace.resumed_tokens > 0
+
+        async with self._counted(trace, meter, place):
+            while True:
+                alone = len(self.ticket.places) == 1 and not self.ticket.begun
+                session = Session(request, self._front.dispatch, trace, sink, self._deadline, refusable=alone)
+                try:
+                    async with asyncio.timeout(None) as scope:
+                        with place.work(scope, begun):
+                            finish_reason = await session.run()
+                    break
+                except TimeoutError:
+                    if not scope.expired():
+                        raise
+                except QueueOverflow:
+                    if begun() or (len(self.ticket.places) == 1 and not self.ticket.begun):
+                        raise
+                finally:
+                    del scope  # it has a reference to this task, whose exception has one to this frame
+                async with self._in_time(request.first_token_seconds):
+                    await self.ticket.again(place)
+                await self._turn()  # many may get places at once
         outcome = FinishReason.Name(finish_reason).removeprefix("FINISH_REASON_").lower()
         try:
             await self._turn()  # many may end with one step of a worker
         finally:
             self._note_end(trace, cast(Outcome, outcome))
 
-    async def _run(self, request: CheckedRequest, trace: RequestTrace, sink: Sink, place: Place) -> FinishReason:
-        """Runs a session; again if it had to give way before it began, and its call goes on."""
-        dispatch = self._front.dispatch
-
-        def begun() -> bool:
-            return trace.submitted is not None or trace.resumed_tokens > 0
-
-        while True:
-            alone = len(self.ticket.places) == 1 and not self.ticket.begun
-            session = Session(request, dispatch, trace, sink, self._deadline, refusable=alone)
-            try:
-                async with asyncio.timeout(None) as scope:
-                    with place.work(scope, begun):
-                        return await session.run()
-            except TimeoutError:
-                if not scope.expired():
-                    raise
-            except QueueOverflow:
-                if begun() or (len(self.ticket.places) == 1 and not self.ticket.begun):
-                    raise
-            finally:
-                del scope  # it has a reference to this task, whose exception has one to this frame
-            await self._in_time(self.ticket.again(place), request.first_token_seconds)
-            await self._turn()  # many may get places at once
+    @asynccontextmanager
+    async def _counted(self, trace: RequestTrace, meter: Meter, place: Place) -> AsyncIterator[None]:
+        """Counts a completion, and takes its place back when it has ended."""
+        self._front.requests.begin(trace)
+        self._front.traffic.begin(trace)
+        try:
+            async with self._noting_failure(trace):
+                with self.ticket.lent(place):
+                    yield
+        finally:
+            meter.generated(trace.generated_tokens)
 
     @asynccontextmanager
     async def _noting_failure(self, trace: RequestTrace) -> AsyncIterator[None]:

@@ -238,7 +238,8 @@ class PlacementQueue:
                     if waiter.displaced:
                         raise QueueFull
                     passing, self._passing, self._next = self._passing, [], None
-                    place = self._try(waiter)
+                    waiter.found, waiter.found_at = self._decide(demand), self._changes
+                    place = waiter.found
                     if isinstance(place, Placement):
                         self._charge(waiter, passing)
                         return start(place)
@@ -268,7 +269,9 @@ class PlacementQueue:
             held = known = False
             for waiter in itertools.islice(self._in_turn(LOOK_AHEAD), LOOK_AHEAD):
                 fresh = waiter.found_at != self._changes
-                place = self._try(waiter) if fresh else waiter.found
+                if fresh:
+                    waiter.found, waiter.found_at = self._decide(waiter.demand), self._changes
+                place = waiter.found
                 passes = isinstance(place, Placement) and place.passes
                 if passes or not (held or place is NoPlace.NO_CAPACITY):
                     break
@@ -282,11 +285,6 @@ class PlacementQueue:
                 waiter.called.set()
             else:
                 self._changes += 1
-
-    def _try(self, waiter: _Waiter) -> Placement | NoPlace:
-        """Decides about a request by the workers' state now."""
-        waiter.found, waiter.found_at = self._decide(waiter.demand), self._changes
-        return waiter.found
 
     def used(self, claim: Claim, tokens: int) -> None:
         """A request has generated so many tokens more than was expected of it when it got its place, or less where this

@@ -236,12 +236,12 @@ class Reading:
     ) -> None:
         """
         Args:
-            defaults: of the fields that a request leaves out.
             readers: by the kinds of requests.
             lanes: None in a lane itself.
         """
         self.tokenizer = tokenizer
-        self._defaults = defaults
+        self.defaults = defaults
+        """Defaults of the fields that a request leaves out."""
         self._readers = readers
         self._lanes = lanes
         self.turns = Turns()
@@ -260,14 +260,6 @@ class Reading:
         await self.turns.take(holder)
         return await self._readers[asking.kind].read(data, asking)
 
-    async def check(self, request: GenerateRequest, asking: Asking) -> CheckedRequest:
-        """The checked form of a request that was read.
-
-        Raises:
-            InvalidRequest: a field is beyond its limit.
-        """
-        return await check(request, asking.tenant, asking.model, self.tokenizer, self._defaults)
-
     async def read_all(self, data: bytes, asking: Asking) -> tuple[dict[str, Any], bytes]:
         """Reads a request and checks all of its prompts; the result, or the error, as a message and bytes."""
         try:
@@ -277,7 +269,8 @@ class Reading:
             parts = []
             for request in found.requests:
                 if not isinstance(request, PackedRequest):
-                    request = PackedRequest.of(request, await self.check(request, asking))
+                    checked = await check(request, asking.tenant, asking.model, self.tokenizer, self.defaults)
+                    request = PackedRequest.of(request, checked)
                 parts.append(request.data)
         except RequestError as error:
             name = error.name if isinstance(error, BadField) else None

@@ -20,6 +20,7 @@ from kvrelay.router.request import lanes
 from kvrelay.router.request.lanes import Lanes
 from kvrelay.router.request.reading import Asking, PackedRequest, Reading
 from kvrelay.router.request.tokenizer import Tokenizer
+from kvrelay.router.request.validation import check
 from kvrelay.v1.inference_pb2 import ChatMessage, ChatMessages, GenerateRequest, Resume, SamplingParams, TokenIds
 from support.router_fakes import fake, until
 from support.scenes import Serve
@@ -232,7 +233,8 @@ async def result(reading: Reading, data: bytes, asking: Asking) -> object:
         shown = []
         for request in found.requests:
             if isinstance(request, GenerateRequest):
-                request = PackedRequest.of(request, await reading.check(request, asking))
+                checked = await check(request, asking.tenant, asking.model, reading.tokenizer, reading.defaults)
+                request = PackedRequest.of(request, checked)
             head, checked = request.open()
             sampling = checked.sampling
             if "seed" not in str(data):
