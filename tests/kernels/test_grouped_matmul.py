@@ -1,26 +1,18 @@
 """Products of experts on GPU: exact up to rounding, whatever experts rows choose, within the limits of GPUs."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
-from test_quant_gemv import DEVICE, normal
-from test_quant_matmul import in_groups
+from test_quant_gemv import DEVICE, blank, normal
+from test_quant_matmul import FORMATS
 from torch import Tensor
 from triton_compile import Compiler, each_architecture
 
-from kvrelay.kernels import codes, reference
-from kvrelay.kernels.codes import CodedWeight
+from kvrelay.kernels import reference
 from kvrelay.kernels.triton.grouped_matmul import FEW, MANY, GroupedExperts, GroupedMatmul, Pairs
 from kvrelay.kernels.triton.quant_gemv import QuantizedWeight
 from kvrelay.kernels.triton.quant_linear import quantized
 
-FORMATS: dict[str, Callable[[Tensor], CodedWeight]] = {
-    "int8": codes.int8,
-    "int4": lambda weight: codes.int4(weight, 64),
-    "fp8": codes.fp8,
-    "fp8 in blocks": lambda weight: in_groups(weight, 128),
-}
+NAMES = "int8", "int4", "fp8", "fp8 in blocks"
 PROGRAMS = 3
 EXPERTS, OUTPUTS, INPUTS = 6, 70, 320
 
@@ -41,7 +33,7 @@ def weights_of(name: str) -> tuple[Tensor | QuantizedWeight, Tensor]:
     return quantized(weight, torch.float16), weight.dequantize()
 
 
-@pytest.mark.parametrize("name", ["dense", *(pytest.param(name, marks=pytest.mark.more) for name in FORMATS)])
+@pytest.mark.parametrize("name", ["dense", *(pytest.param(name, marks=pytest.mark.more) for name in NAMES)])
 def test_a_product(name: str) -> None:
     """Few rows and many, of a step's rows and of pairs; later launches repeat one before."""
     weight, dense = weights_of(name)
@@ -88,19 +80,12 @@ def test_what_does_not_fit_is_refused() -> None:
 def multiply(name: str, block: int) -> None:
     """A layer of 64 experts [2048, 2048] of zeros."""
     rows, experts = 64 * 2048, 64
-    zeros = torch.zeros(rows, 2048, dtype=torch.uint8)
-    scale = torch.zeros(rows, 16, dtype=torch.bfloat16)
-    weights: dict[str, Callable[[], Tensor | QuantizedWeight]] = {
-        "dense": lambda: torch.zeros(rows, 2048, dtype=torch.bfloat16),
-        "int8": lambda: QuantizedWeight(zeros.view(torch.int8), torch.zeros(rows)),
-        "int4": lambda: QuantizedWeight(zeros[:, :1024].contiguous(), scale, scale),
-        "fp8": lambda: QuantizedWeight(zeros, torch.zeros(rows, 1), fp8_group=2048),
-        "blocks": lambda: QuantizedWeight(zeros, torch.zeros(rows, 16), fp8_group=128),
-    }
+    dense = name == "dense"
+    weight = torch.zeros(rows, 2048, dtype=torch.bfloat16) if dense else blank(name, rows, 2048)
     tokens = 8 if block == FEW else 512
     pairs = Pairs.of(torch.zeros(tokens, 8, dtype=torch.int64), experts)
     assert pairs.block == block
-    product = GroupedMatmul(weights[name](), None, experts, 132)
+    product = GroupedMatmul(weight, None, experts, 132)
     product(torch.zeros(tokens, 2048, dtype=torch.bfloat16), pairs, gathered=False)
 
 

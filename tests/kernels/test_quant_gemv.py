@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor
-from triton_compile import Compiler, each_architecture
+from triton_compile import SECONDS, Compiler, each_architecture
 
 from kvrelay.kernels import codes
 from kvrelay.kernels.codes import CodedWeight, CodeType
@@ -108,33 +108,37 @@ def test_what_does_not_fit_is_refused() -> None:
         QuantGemv(QuantizedWeight(weight.q.half(), weight.scale), None, processors=8)
 
 
-def launch(bits: int, outputs: int, inputs: int, minima: bool = False) -> None:
-    x = torch.zeros(4, inputs, dtype=torch.bfloat16)
-    q = torch.zeros(outputs, inputs * bits // 8, dtype=torch.int8 if bits == 8 else torch.uint8)
-    if bits == 8:
-        weight = QuantizedWeight(q, torch.zeros(outputs))
-    else:
-        scale = torch.zeros(outputs, inputs // 128, dtype=torch.bfloat16)
-        weight = QuantizedWeight(q, scale, scale)
-    if minima:
-        of_groups = torch.zeros(outputs, inputs // 32, dtype=torch.float16)
-        weight = QuantizedWeight(q, of_groups, minimum=of_groups)
-    QuantGemv(weight, None, processors=132)(x)
+def blank(name: str, outputs: int, inputs: int) -> QuantizedWeight:
+    """A weight of zeros."""
+    halves = name in ("int4", "minima")
+    held = torch.zeros(outputs, inputs // (1 + halves), dtype=torch.int8 if name == "int8" else torch.uint8)
+    scales = torch.zeros(outputs, inputs // 128, dtype=torch.bfloat16)
+    of_groups = torch.zeros(outputs, inputs // 32, dtype=torch.float16)
+    return {
+        "int8": QuantizedWeight(held, torch.zeros(outputs)),
+        "int4": QuantizedWeight(held, scales, scales),
+        "minima": QuantizedWeight(held, of_groups, minimum=of_groups),
+        "fp8": QuantizedWeight(held, torch.zeros(outputs, 1), fp8_group=inputs),
+        "blocks": QuantizedWeight(held, torch.zeros(outputs, inputs // 128), fp8_group=128),
+    }[name]
+
+
+def launch(name: str, outputs: int, inputs: int) -> None:
+    QuantGemv(blank(name, outputs, inputs), None, processors=132)(torch.zeros(4, inputs, dtype=torch.bfloat16))
 
 
 @pytest.mark.parametrize("outputs", [4096, 28672])
 @each_architecture
 def test_compiled(compiler: Compiler, architecture: int, outputs: int) -> None:
     """Weights go through a pipeline of asynchronous copies to the tensor cores."""
-    for bits, minima in ((8, False), (4, False), (4, True)):
-        compiler.start(architecture, launch, bits, outputs, 4096, minima)
-    for bits, minima in ((8, False), (4, False), (4, True)):
-        (kernel,) = compiler.compile(architecture, launch, bits, outputs, 4096, minima)
+    names = "int8", "int4", "minima"
+    for name, started in [(name, compiler.start(architecture, launch, name, outputs, 4096)) for name in names]:
+        (kernel,) = started.result(SECONDS)
         kernel.check_fits()
         kernel.check_overlaps()
         assert "cp.async" in kernel.ptx
         # Tiles of int8 have 32 rows; these instructions take 64.
-        wide = {90: "wgmma", 100: "tcgen05"} if bits == 4 else {}
+        wide = {90: "wgmma", 100: "tcgen05"} if name != "int8" else {}
         assert kernel.tensor_cores == wide.get(architecture, "mma")
         # Enough programs fit on a multiprocessor to use its share of the memory bandwidth.
         assert kernel.registers <= 128

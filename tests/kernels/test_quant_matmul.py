@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from test_quant_gemv import DEVICE, OTHER, normal, with_minima
+from test_quant_gemv import DEVICE, OTHER, blank, normal, with_minima
 from torch import Tensor
 from triton_compile import Compiler, each_architecture
 
@@ -121,25 +121,12 @@ def test_what_does_not_fit_is_refused() -> None:
         QuantDecode(fp8)(torch.int8)
 
 
-def compiled(name: str) -> QuantizedWeight:
-    """A weight [4096, 4096] of zeros."""
-    scale = torch.zeros(4096, 32, dtype=torch.bfloat16)
-    zeros, of_groups = torch.zeros(4096, 4096, dtype=torch.uint8), torch.zeros(4096, 128, dtype=torch.float16)
-    return {
-        "int8": QuantizedWeight(zeros.view(torch.int8), torch.zeros(4096)),
-        "int4": QuantizedWeight(zeros[:, :2048].contiguous(), scale, scale),
-        "minima": QuantizedWeight(zeros[:, :2048].contiguous(), of_groups, minimum=of_groups),
-        "fp8": QuantizedWeight(zeros, torch.zeros(4096, 1), fp8_group=4096),
-        "blocks": QuantizedWeight(zeros, torch.zeros(4096, 32), fp8_group=128),
-    }[name]
-
-
 def multiply(name: str, rows: int) -> None:
-    QuantMatmul(compiled(name), None)(torch.zeros(rows, 4096, dtype=torch.bfloat16))
+    QuantMatmul(blank(name, 4096, 4096), None)(torch.zeros(rows, 4096, dtype=torch.bfloat16))
 
 
 def decode(name: str) -> None:
-    QuantDecode(compiled(name))(torch.bfloat16)
+    QuantDecode(blank(name, 4096, 4096))(torch.bfloat16)
 
 
 @pytest.mark.parametrize("rows", [16, pytest.param(2048, marks=pytest.mark.slow)])

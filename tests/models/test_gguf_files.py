@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 
 from kvrelay.engine.models.reading.checkpoint import Checkpoint, expected_tensors
 from kvrelay.engine.models.reading.config import read_config
-from kvrelay.models import model_name, resolve
+from kvrelay.models import resolve
 from kvrelay.models.gguf import folder
 from support.checkpoints import make_checkpoint
 from support.gguf_files import write_gguf
@@ -248,12 +248,6 @@ def test_a_folder_of_several_models_asks_for_one(whole: Path, tmp_path: Path) ->
     assert resolve(str(tmp_path / "one.gguf")).name == "one"
     (tmp_path / "other.gguf").unlink()
     assert resolve(str(tmp_path)) == resolve(str(tmp_path / "one.gguf"))
-
-
-def test_names_of_models() -> None:
-    assert model_name("/models/Tiny-Q4_K_M.gguf") == "Tiny-Q4_K_M"
-    assert model_name("/models/Big-Q8_0-00001-of-00002.gguf") == "Big-Q8_0"
-    assert model_name("smollm2") == "smollm2"
 
 
 def test_folders_that_were_used_longest_ago_are_removed(

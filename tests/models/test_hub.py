@@ -261,6 +261,8 @@ def test_medusa_heads_come_by_the_name_that_they_are_published_by(hub: Hub, tmp_
         (f"/hub/models--someone--tiny/snapshots/{COMMIT}", NAME),
         ("/models/tiny/", "tiny"),
         ("~/tiny", "tiny"),
+        ("/models/Tiny-Q4_K_M.gguf", "Tiny-Q4_K_M"),
+        ("/models/Big-Q8_0-00001-of-00002.gguf", "Big-Q8_0"),
     ],
 )
 def test_a_model_has_one_name_however_it_is_given(model: str, name: str) -> None:

@@ -178,7 +178,8 @@ def test_quantized_weights_are_those_that_transformers_reads(
             torch.testing.assert_close(found[key], tensor, msg=key)
 
 
-@pytest.mark.parametrize("name", ["gemma2", pytest.param("phi3", marks=pytest.mark.more)])
+@pytest.mark.more
+@pytest.mark.parametrize("name", ["gemma2", "phi3"])
 def test_a_pair_that_reads_the_same_file_yields_transformers_tokens(name: str, tmp_path: Path) -> None:
     """Weights are those of the file, of 16 bits; prefill and decode have blocks of different sizes."""
     file, model = write(name, tmp_path / "tiny.gguf", "F16"), original(name)

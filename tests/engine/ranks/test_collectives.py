@@ -55,6 +55,9 @@ def summed(parts: list[Tensor]) -> Tensor:
 
 def _rank(connection: Connection, kind: str, path: str, place: int, size: int, timeout: float, scene: str) -> None:
     torch.set_num_threads(1)
+    # All processes have started before one waits for another.
+    connection.send("here")
+    connection.recv()
     group = MAKERS[kind](FileStore(path, size), place, size, timeout)
     connection.send("ready")
     try:
@@ -178,6 +181,9 @@ class Ranks:
         started = [stack.enter_context(spawned(_rank, *each)) for each in given]
         self.processes = [process for process, _ in started]
         self.connections = [connection for _, connection in started]
+        assert [self.result(place) for place in range(size)] == ["here"] * size
+        for connection in self.connections:
+            connection.send("join")
         assert [self.result(place) for place in range(size)] == ["ready"] * size
 
     def result(self, place: int, seconds: float = 120.0) -> str:

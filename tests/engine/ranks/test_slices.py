@@ -20,7 +20,6 @@ from kvrelay.engine.models.fast.slices import Slices, share_hashes
 from kvrelay.engine.models.reading.checkpoint import Checkpoint
 from kvrelay.engine.models.reading.config import check_degree, read_config
 from kvrelay.engine.ranks.collective import ALONE, CollectiveError, Place
-from kvrelay.engine.request import SamplingParams
 from kvrelay.engine.runner.cpu import CpuRunner, build_cpu_runner
 from kvrelay.kernels.cpu.reduce import ALL_REDUCE
 from kvrelay.models import resolve
@@ -274,26 +273,6 @@ def test_all_ranks_have_as_many_blocks_as_the_smallest(model_of: Callable[..., P
 
     found = on_ranks(places(Degree(2)), blocks)
     assert found[0] == found[1]
-
-
-def test_a_step_of_ranks_yields_what_one_process_yields(model_of: Callable[..., Path]) -> None:
-    folder = model_of("llama", **WIDE)
-    runners = on_ranks(places(Degree(4)), partial(build, folder))
-
-    def launch(runner: CpuRunner) -> Any:
-        sequence = PagedSequences(runner).add(TOKENS)
-        plan = make_plan([(sequence, len(TOKENS), SamplingParams(temperature=0.0, logprobs=3))])
-        return runner.launch(plan).output
-
-    expected, found = (
-        launch(build(folder)),
-        on_ranks([runner.model.place for runner in runners], lambda place: launch(runners[place.rank])),
-    )
-    assert {output.tokens for output in found} == {expected.tokens}
-    for output in found:
-        (mine,), (other,) = output.logprobs, expected.logprobs
-        assert (mine.rank, mine.top_ids) == (other.rank, other.top_ids)
-        assert mine.top_logprobs == pytest.approx(other.top_logprobs, abs=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["F16", "Q8_0", "Q4_0", "Q5_1"])

@@ -145,8 +145,8 @@ class Bench:
     def add(self, request: Request, *, handoff: bool = False) -> Sequence:
         return self._follow(self.scheduler.add(request, handoff=handoff), [])
 
-    def receive(self, reservation: Reservation, request: Request) -> None:
-        """Does what a transfer does: writes the KV that isn't there yet."""
+    def resume(self, request: Request, reservation: Reservation) -> Sequence:
+        """Does what a transfer does, writes the KV that isn't there yet, and goes on behind it."""
         assert all(have % SIZE == 0 for have in reservation.have)
         have = reservation.have[0]
         assert self.runner.holds_kv_of(reservation.hold.blocks, request.tokens[:have])
@@ -160,8 +160,6 @@ class Bench:
             ]
             self.runner.fill(tables[0], request.tokens, 0, lacking)
             assert self.runner.sides_hold(tables, len(request.tokens))
-
-    def resume(self, request: Request, reservation: Reservation) -> Sequence:
         token = expected_tokens(request.tokens, 1)[0]
         return self._follow(self.scheduler.resume(request, token, reservation.hold), [token])
 

@@ -1,7 +1,6 @@
 """The time of steps is shared among holders: shares hold, rows take turns, and nobody who is alone is limited."""
 
 from collections import Counter, defaultdict
-from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -26,7 +25,7 @@ def test_shares_are_max_min(wanted: dict[int, int], total: int) -> None:
 def streams(bench: Bench, counts: dict[int, int], tokens: int) -> list[Sequence]:
     """So many sequences of each holder, which have decoded a token each."""
     found = [
-        bench.add(replace(bench.request(numbers(3, 10 * holder + number), tokens), holder=holder))
+        bench.add(bench.request(numbers(3, 10 * holder + number), tokens, holder=holder))
         for holder, count in counts.items()
         for number in range(count)
     ]
@@ -62,7 +61,7 @@ def test_a_step_costs_each_holder_no_more_than_its_share_and_all_rows_advance_in
     running = streams(bench, counts, 60)
     decoding, holder = list(running), min(counts)
     for number in range(prompts):
-        running.append(bench.add(replace(bench.request(numbers(60, 100 + number), 5), holder=holder)))
+        running.append(bench.add(bench.request(numbers(60, 100 + number), 5, holder=holder)))
     last: dict[Sequence, int] = defaultdict(int)
     for step in range(1, 30):
         for sequence in running:
@@ -106,7 +105,7 @@ def test_what_comes_soon_is_expected_with_short_steps(mine: int) -> None:
     bench.scheduler.coming = frozenset({(0, 2)})
     assert rows_of_next(bench) <= 3, "a request has said that it comes"
     bench.scheduler.coming = frozenset()
-    requests = [replace(bench.request(numbers(3, 200 + number), 4), holder=2) for number in range(mine)]
+    requests = [bench.request(numbers(3, 200 + number), 4, holder=2) for number in range(mine)]
     kept = [bench.scheduler.reserve(request) for request in requests]
     assert rows_of_next(bench) <= 3, "its blocks are reserved"
     for reservation in kept:
@@ -120,12 +119,11 @@ def test_a_holder_of_few_needs_no_other_sequence_to_end() -> None:
     many = streams(bench, {1: 16}, 60)
     late = []
     for holder, number in ((1, 0), (2, 1), (2, 2)):
-        request = replace(bench.request(numbers(2 * SIZE, 50 + number), 6), holder=holder)
+        request = bench.request(numbers(2 * SIZE, 50 + number), 6, holder=holder)
         reservation = bench.scheduler.reserve(request)
-        bench.receive(reservation, request)
         late.append(bench.resume(request, reservation))
     for holder in (1, 2):
-        request = replace(bench.request(numbers(SIZE, 60), 6), holder=holder)
+        request = bench.request(numbers(SIZE, 60), 6, holder=holder)
         assert bench.scheduler.reserve(request) is None, "two rows are spare, for holders that have fewer"
     bench.step()
     assert [sequence.status is Status.RUNNING for sequence in late] == [False, True, True]
@@ -157,7 +155,7 @@ def test_a_step_with_a_chunk_beside_decodes_keeps_its_time_and_prompts_never_sta
 ) -> None:
     bench = Bench(400, max_batch_tokens=64, max_sequences=16, lag=lag, step_cost=(fixed, each), step_seconds=bound)
     streams(bench, {1: decoding} if decoding else {}, 60)
-    prompts = [bench.add(replace(bench.request(numbers(150, 300 + number), 2), holder=1)) for number in range(2)]
+    prompts = [bench.add(bench.request(numbers(150, 300 + number), 2, holder=1)) for number in range(2)]
     while any(not sequence.generated for sequence in prompts):
         decodes = any(sequence.generated and not sequence.ended for sequence in bench.sequences)
         before = sum(sequence.num_computed for sequence in prompts)

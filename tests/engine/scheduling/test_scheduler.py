@@ -241,14 +241,12 @@ def test_what_was_computed_from_a_block_in_doubt_is_computed_again(
 def test_the_holder_with_most_gives_blocks_up_and_a_holder_of_little_finds_some() -> None:
     bench = Bench(32, max_batch_tokens=64, max_sequences=8, prefix_cache=False)
     # Sixteen blocks each, in the end, where the pool has 32.
-    many = [
-        bench.add(replace(bench.request(numbers(SIZE, n), 15 * SIZE), holder=1, expected_tokens=SIZE)) for n in range(4)
-    ]
+    many = [bench.add(bench.request(numbers(SIZE, n), 15 * SIZE, holder=1, expected_tokens=SIZE)) for n in range(4)]
     for _ in range(3):
         bench.step()
     rounds = 0
     while not all(sequence.status is Status.FINISHED for sequence in many):
-        short = bench.add(replace(bench.request(numbers(SIZE, 9 + rounds), SIZE), holder=2))
+        short = bench.add(bench.request(numbers(SIZE, 9 + rounds), SIZE, holder=2))
         for _ in range(3 * SIZE):
             bench.step()
             bench.check()
@@ -324,7 +322,6 @@ def test_nobody_starves_while_others_keep_coming(max_sequences: int, blocks: int
         request = bench.request(numbers(5, number), 12)
         reservation = bench.scheduler.reserve(request)
         if reservation is not None:
-            bench.receive(reservation, request)
             bench.resume(request, reservation)
         if bench.scheduler.waiting < 6:
             bench.add(bench.request(numbers(4, number), 6))

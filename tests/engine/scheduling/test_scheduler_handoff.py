@@ -13,7 +13,6 @@ def test_the_prompt_of_a_resumed_sequence_is_not_computed(length: int) -> None:
     reservation = bench.scheduler.reserve(request)
     assert reservation.have == (0,)
     assert len(reservation.hold.blocks) == length // SIZE + 1
-    bench.receive(reservation, request)
     sequence = bench.resume(request, reservation)
     plan = bench.launch()
     assert spans(plan) == [(sequence.handle, length, length + 1)]
@@ -34,7 +33,6 @@ def test_a_reservation_takes_what_is_cached(length: int, window: int) -> None:
     bench = Bench(16, sides=[window_of(window)])
     request = bench.request(numbers(length), 4)
     first = bench.scheduler.reserve(request)
-    bench.receive(first, request)
     bench.resume(request, first)
     second = bench.scheduler.reserve(bench.request(numbers(length), 4))
     # The second one's logits come from the first token, so nothing needs the prompt's last token to be computed.
@@ -54,7 +52,6 @@ def test_a_reservation_takes_what_is_cached(length: int, window: int) -> None:
         asked = bench.request(numbers(length), 4)
         reservation = bench.scheduler.reserve(asked)
         assert reservation.have == (whole, expected)
-        bench.receive(reservation, asked)
         bench.resume(asked, reservation)
         bench.drain()
 
@@ -106,7 +103,6 @@ def test_one_that_has_its_kv_gives_way_when_the_only_row_needs_a_block() -> None
     bench.step()
     request = bench.request(numbers(2 * SIZE, 1), 4)
     reservation = bench.scheduler.reserve(request)
-    bench.receive(reservation, request)
     second = bench.resume(request, reservation)
     bench.step()
     third = bench.pool.allocate(bench.pool.available, "elsewhere")

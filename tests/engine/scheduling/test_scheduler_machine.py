@@ -109,7 +109,6 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.reserved.remove(pair)
         request, reservation = pair
         if arrives and len(expected_outcome(request, self.bench.max_context)[0]) > 1:
-            self.bench.receive(reservation, request)
             self.bench.resume(request, reservation)
         else:
             reservation.release()

@@ -22,7 +22,7 @@ URGENT, BATCH = Urgency(0), Urgency(10, yields=True)
 
 
 def add(bench: Bench, urgency: Urgency, prompt: int, tokens: int, first: int = 0) -> Sequence:
-    return bench.add(replace(bench.request(numbers(prompt, first), tokens), urgency=urgency))
+    return bench.add(bench.request(numbers(prompt, first), tokens, urgency=urgency))
 
 
 def batch_takes_all(lag: int = 0, step_seconds: float = 0.0) -> tuple[Bench, list[Sequence]]:
@@ -54,11 +54,11 @@ def test_nobody_passes_an_urgent_request_for_which_others_give_way(rows: int) ->
     """Batch's holders have little, so they may pass others that lack blocks."""
     bench = Bench(64, max_batch_tokens=256, max_sequences=rows)
     elsewhere = bench.scheduler.reserve(bench.request(numbers(40 * SIZE - 1), 1))
-    little = [replace(bench.request(numbers(4, 10 * one), 2 * SIZE - 4), holder=one) for one in (1, 2, 3, 4)]
+    little = [bench.request(numbers(4, 10 * one), 2 * SIZE - 4, holder=one) for one in (1, 2, 3, 4)]
     batch = [bench.add(replace(one, urgency=BATCH)) for one in little]
     while not all(len(one.hold.blocks) == 2 for one in batch):
         bench.step()
-    urgent = bench.add(replace(bench.request(numbers(17 * SIZE, 90), 2), holder=9, urgency=URGENT))
+    urgent = bench.add(bench.request(numbers(17 * SIZE, 90), 2, holder=9, urgency=URGENT))
     bench.step()
     assert urgent.generated
     assert bench.scheduler.preemptions == 2
@@ -74,7 +74,7 @@ def test_nobody_gives_up_blocks_that_others_share_and_keep(reserves: bool) -> No
         sharing.append(add(bench, urgency, 8 * SIZE + 1, 6))
         bench.step()
     assert bench.pool.held == 8 + len(sharing)
-    request = replace(bench.request(numbers(31 * SIZE - 1, 90), 1), urgency=URGENT)
+    request = bench.request(numbers(31 * SIZE - 1, 90), 1, urgency=URGENT)
     if not reserves:
         bench.add(request)
     while not sharing[0].ended:
@@ -97,14 +97,13 @@ def test_a_request_of_the_same_class_takes_nothing_from_others() -> None:
 @pytest.mark.parametrize("lag", [0, 1])
 def test_a_reservation_of_an_urgent_request_gets_blocks_of_batch(lag: int) -> None:
     bench, _ = batch_takes_all(lag)
-    request = replace(bench.request(numbers(12 * SIZE, 90), 4), urgency=URGENT)
+    request = bench.request(numbers(12 * SIZE, 90), 4, urgency=URGENT)
     for _ in range(4):
         reservation = bench.scheduler.reserve(request)
         if reservation is not None:
             break
         bench.step()
     assert bench.scheduler.preemptions > 0
-    bench.receive(reservation, request)
     sequence = bench.resume(request, reservation)
     assert steps_until(bench, sequence) <= 4 + lag, "it has a row at once"
     bench.drain()
@@ -112,7 +111,7 @@ def test_a_reservation_of_an_urgent_request_gets_blocks_of_batch(lag: int) -> No
 
 def test_batch_goes_on_where_a_reservation_that_was_refused_never_asks_again() -> None:
     bench, batch = batch_takes_all()
-    request = replace(bench.request(numbers(12 * SIZE, 90), 4), urgency=URGENT)
+    request = bench.request(numbers(12 * SIZE, 90), 4, urgency=URGENT)
     assert bench.scheduler.reserve(request) is None
     bench.drain()
     assert all(one.status is Status.FINISHED for one in batch)
@@ -189,7 +188,7 @@ def test_a_prompt_waits_for_no_decodes_of_a_less_urgent_class() -> None:
 def test_a_sequence_whose_kv_is_on_its_way_bounds_a_prompts_step(coming: Urgency) -> None:
     """Its next token would wait for the whole step that has begun when its KV comes."""
     bench = Bench(100, max_batch_tokens=64, max_sequences=4, step_cost=(1.0, 1.0), step_seconds=1.0 + 2 * SIZE)
-    reservation = bench.scheduler.reserve(replace(bench.request(numbers(SIZE), 4), urgency=coming))
+    reservation = bench.scheduler.reserve(bench.request(numbers(SIZE), 4, urgency=coming))
     add(bench, URGENT, 8 * SIZE, 2, 90)
     plan = bench.launch()
     assert plan.work.prompt_tokens == (2 * SIZE if coming is URGENT else 8 * SIZE)
@@ -203,13 +202,13 @@ def test_a_sequence_whose_kv_is_on_its_way_bounds_a_prompts_step(coming: Urgency
 def test_only_holders_of_no_greater_rank_have_a_share_of_a_prompts_step(others: Urgency, running: bool) -> None:
     """A prompt of holder 1 meets holder 2, who decodes, or whose KV is on its way."""
     bench = Bench(100, max_batch_tokens=64, max_sequences=4, step_cost=(1.0, 1.0))
-    request = replace(bench.request(numbers(SIZE), 20), urgency=others, holder=2)
+    request = bench.request(numbers(SIZE), 20, urgency=others, holder=2)
     reservation = None if running else bench.scheduler.reserve(request)
     if running:
         other = bench.add(request)
         while not other.generated:
             bench.step()
-    bench.add(replace(bench.request(numbers(6 * SIZE, 90), 2), urgency=URGENT, holder=1))
+    bench.add(bench.request(numbers(6 * SIZE, 90), 2, urgency=URGENT, holder=1))
     plan = bench.launch()
     if others is BATCH:
         assert plan.work.prompt_tokens == 6 * SIZE
@@ -228,7 +227,7 @@ def test_what_batch_has_is_told_as_room_for_others(reserves: bool) -> None:
     held = sum(len(one.hold.blocks) for one in batch)
     assert (use.yielding, use.yielding_requests) == (held, len(batch))
     assert use.yielding_growth == use.growth > 0
-    request = replace(bench.request(numbers(12 * SIZE, 90), 4), urgency=URGENT)
+    request = bench.request(numbers(12 * SIZE, 90), 4, urgency=URGENT)
     if reserves:
         assert bench.scheduler.reserve(request) is None, "what batch has is given up first"
     else:
@@ -260,7 +259,7 @@ class Decoding:
         """An offer comes."""
         urgency = request_of(Submit(urgency=KINDS[kind]), self.bench.runner.spec, self.now).urgency
         prompt = numbers(self.rng.randint(1, 6) * SIZE, len(self.bench.sequences) + len(self.offers))
-        request = replace(self.bench.request(prompt, self.rng.randint(2, 20)), urgency=urgency)
+        request = self.bench.request(prompt, self.rng.randint(2, 20), urgency=urgency)
         self.offers[request.key] = request, self.now
         self.ask(request.key)
 
@@ -285,7 +284,6 @@ class Decoding:
         """The KV of granted offers arrives, a step is computed, and those that wait ask again."""
         arrived, self.arriving = self.arriving, []
         for request, reservation in arrived:
-            self.bench.receive(reservation, request)
             sequence = self.bench.resume(request, reservation)
             assert sequence.order[:3] == request.urgency[:3], "its deadline is the one that it came with"
         self.bench.step()
