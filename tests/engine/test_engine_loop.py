@@ -10,7 +10,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
 from hash_scene import SAMPLINGS, hash_engine, request
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -38,6 +37,7 @@ from support.hash_runner import (
     kv_bytes,
     window_of,
 )
+from support.heads import handed_over
 from support.paged import PagedSequence, make_plan
 from support.serving import reports_of, run, tokens_of
 
@@ -195,46 +195,13 @@ def test_a_request_that_leaves_no_token_fails_alone() -> None:
 @settings(max_examples=20, deadline=None)
 @given(batch=st.lists(asked_of, min_size=1, max_size=4), ahead=st.booleans())
 def test_a_handed_over_request_gets_the_same_tokens(batch: list[Asked], ahead: bool) -> None:
-    """The two engines exchange only bytes: chunks leave as they are computed, each in its frame."""
-    prefill, decode = hash_engine(blocks=14, lag=ahead), hash_engine(blocks=14, lag=ahead)
-    size = LAYOUT.block_size
-
-    def ship(report: Progress, asked: Request) -> None:
-        """Copies the KV that is computed but has not been sent yet."""
-        reservation = reservations[asked.request_id]
-        last = report.token is not None
-        end = len(asked.tokens) if last else report.computed // size * size
-        start = sent[asked.request_id]
-        if end > start:
-            frame = torch.empty((end - start) * LAYOUT.token_bytes, dtype=torch.uint8)
-            blocks = report.hold.blocks if report.hold is not None else report.sequence.hold.blocks
-            assert prefill.runner.pool.read(blocks, start, end - start, frame) == len(frame)
-            decode.runner.pool.write(reservation.hold.blocks, start, end - start, frame)
-            sent[asked.request_id] = end
-
-    heard = {}
-    reservations, sent = {}, {}
-    for number, (tokens, sampling, max_tokens) in enumerate(batch):
-        asked = request(str(number), tokens, sampling, max_tokens + 1)
-        prefill.scheduler.add(asked, handoff=True)
-        reservations[asked.request_id] = decode.scheduler.reserve(asked)
-        sent[asked.request_id] = reservations[asked.request_id].have[0]
-        while prefill.has_work:
-            for report in prefill.step():
-                ship(report, asked)
-                if report.hold is not None:
-                    heard[asked.request_id] = [report.token]
-                    decode.scheduler.resume(asked, report.token, reservations[asked.request_id].hold)
-                    report.hold.release()
-        while decode.has_work:
-            for report in decode.step():
-                assert report.error is None
-                heard[report.sequence.request.request_id].append(report.token)
+    requests = [
+        request(str(number), tokens, sampling, most + 1) for number, (tokens, sampling, most) in enumerate(batch)
+    ]
+    heard = handed_over(hash_engine(blocks=64, lag=ahead), requests, None)
     assert heard == {
-        str(number): expected_of(tokens, sampling, max_tokens + 1)
-        for number, (tokens, sampling, max_tokens) in enumerate(batch)
+        str(number): expected_of(tokens, sampling, most + 1) for number, (tokens, sampling, most) in enumerate(batch)
     }
-    check_idle(prefill, decode)
 
 
 def test_a_failure_of_the_runner_comes_out() -> None:

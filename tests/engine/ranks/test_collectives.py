@@ -53,7 +53,9 @@ def summed(parts: list[Tensor]) -> Tensor:
     return total.to(parts[0].dtype)
 
 
-def _rank(connection: Connection, kind: str, path: str, place: int, size: int, timeout: float, scene: str) -> None:
+def _rank(
+    connection: Connection, kind: str, path: str, place: int, size: int, timeout: float, scene: Callable[..., str]
+) -> None:
     torch.set_num_threads(1)
     # All processes have started before one waits for another.
     connection.send("here")
@@ -61,7 +63,7 @@ def _rank(connection: Connection, kind: str, path: str, place: int, size: int, t
     group = MAKERS[kind](FileStore(path, size), place, size, timeout)
     connection.send("ready")
     try:
-        connection.send(SCENES[scene](group))
+        connection.send(scene(group))
     except CollectiveError as error:
         connection.send(str(error))
     # The process lives as long as the test, so that the others lose no rank at their ends.
@@ -168,16 +170,11 @@ def _waiting(group: Collective) -> str:
     return "done"
 
 
-SCENES = {
-    scene.__name__: scene for scene in (_sums_and_gathers, _paces, _for_ever, _nameless, _messages, _waiting, _crowded)
-}
-
-
 class Ranks:
     """Processes of one group, all connected."""
 
     def __init__(self, stack: ExitStack, folder: Path, kind: str, size: int, timeout: float, scene: Any) -> None:
-        given = [(kind, str(folder / "store"), place, size, timeout, scene.__name__) for place in range(size)]
+        given = [(kind, str(folder / "store"), place, size, timeout, scene) for place in range(size)]
         started = [stack.enter_context(spawned(_rank, *each)) for each in given]
         self.processes = [process for process, _ in started]
         self.connections = [connection for _, connection in started]
