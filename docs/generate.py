@@ -10,8 +10,7 @@ import yaml
 
 from kvrelay.cluster.config.options import ClusterConfig, schema
 from kvrelay.cluster.grafana.dashboards import write
-from kvrelay.rpc.metrics.families import BUILD_HELP, BUILD_LABELS, BUILD_NAME, FAMILIES
-from kvrelay.rpc.metrics.family import COMMON, Family, Label
+from kvrelay.rpc.metrics.families import BUILD_HELP, BUILD_LABELS, BUILD_NAME, COMMON, FAMILIES, Family, Label
 
 FOLDER = Path(__file__).parent
 CHART = FOLDER.parent / "helm" / "kvrelay"

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from kvrelay.engine.engine import Engine
 from kvrelay.engine.plan import StepOutput, StepPlan
 from kvrelay.internal.v1.worker_pb2 import DecodeReport, Failure, Load, PrefillReport
-from kvrelay.rpc.metrics import families, family
-from kvrelay.rpc.metrics.family import Family
+from kvrelay.rpc.metrics import families
+from kvrelay.rpc.metrics.families import Family
 from kvrelay.rpc.metrics.metric_set import MetricSet, Total
 from kvrelay.transfer.protocol.endpoint import Endpoint, TransferStats
 
@@ -112,7 +112,7 @@ class WorkerMetrics:
     def _bind(self) -> None:
         """Looks up the series of the present role."""
         metrics = self.metrics
-        self._steps = {kind: metrics.histogram(families.STEP_SECONDS, kind) for kind in family.STEP.values}
+        self._steps = {kind: metrics.histogram(families.STEP_SECONDS, kind) for kind in families.STEP.values}
         self._sequences = metrics.histogram(families.BATCH_SEQUENCES)
         self._tokens = metrics.histogram(families.BATCH_TOKENS)
         self._computed = metrics.counter(families.COMPUTED_TOKENS)
@@ -159,7 +159,7 @@ class WorkerMetrics:
             ]
             counts += [
                 (families.HANDOFF_FAILURES, (code,), partial(endpoint.failures.__getitem__, code))
-                for code in family.HANDOFF_REASON.values
+                for code in families.HANDOFF_REASON.values
             ]
         loads = engine.runner.expert_loads
         self._experts = None if loads is None else _Experts(loads, self.metrics)

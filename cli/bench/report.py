@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from html import escape
-from pathlib import Path
 
 from kvrelay.cli.bench import charts
 from kvrelay.cli.bench.charts import Bar, Series
@@ -10,7 +9,6 @@ from kvrelay.cli.bench.figures import LATENCIES, in_flight, values
 from kvrelay.cli.bench.load import Request
 from kvrelay.cli.bench.output import TITLES, errors, name_of, summary
 from kvrelay.cli.bench.result import Result, Run
-from kvrelay.cluster.errors import UsageError
 
 STYLE = """
 :root { color-scheme: light dark; --bg: #fcfcfb; --fg: #1b1c1e; --soft: #6a6d73; --line: #e3e3e0; --card: #ffffff;
@@ -43,17 +41,6 @@ pre { overflow: auto; background: var(--card); border: 1px solid var(--line); bo
 .failed { color: var(--bad); }
 """
 STAGES = ("route", "queue", "prefill", "handoff", "decode_queue", "decode")
-
-
-def write(result: Result, path: Path) -> None:
-    """
-    Raises:
-        UsageError: the file can't be written.
-    """
-    try:
-        path.write_text(page(result), encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"--html {path}: {error.strerror}") from None
 
 
 def page(result: Result) -> str:

@@ -11,7 +11,6 @@ from typing import Any, ClassVar
 from pydantic import TypeAdapter
 
 from kvrelay.cli.bench.load import Request
-from kvrelay.cluster.errors import UsageError
 
 FORMAT = "kvrelay.bench/1"
 PACKAGES = ("kvrelay", "kvrelay-client", "grpcio", "protobuf", "aiohttp", "numpy")
@@ -78,15 +77,9 @@ def schema() -> dict[str, Any]:
     return _ADAPTER.json_schema()
 
 
-def write(result: Result, path: Path) -> None:
-    """
-    Raises:
-        UsageError: the file can't be written.
-    """
-    try:
-        path.write_text(json.dumps(_ADAPTER.dump_python(result, mode="json"), indent=1) + "\n")
-    except OSError as error:
-        raise UsageError(f"--json {path}: {error.strerror}") from None
+def text(result: Result) -> str:
+    """The document that is written to a file."""
+    return json.dumps(_ADAPTER.dump_python(result, mode="json"), indent=1) + "\n"
 
 
 def this_machine() -> Machine:

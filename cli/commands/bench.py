@@ -77,7 +77,8 @@ def bench(schema: bool, json_path: Path | None, html_path: Path | None, **flags:
     sweep = parse_sweep(flags["sweep"]) if flags["sweep"] else None
     if sweep is not None and options.arrival.arrivals == "trace":
         raise UsageError("--sweep is given; allowed: without --arrivals trace, which has its own times")
-    for option, path in (("--json", json_path), ("--html", html_path)):
+    documents = ("--json", json_path, result.text), ("--html", html_path, report.page)
+    for option, path, _ in documents:
         if path is not None and not path.parent.is_dir():
             raise UsageError(f"{option} {path}: there is no such folder")
     target = _target(flags)
@@ -87,10 +88,12 @@ def bench(schema: bool, json_path: Path | None, html_path: Path | None, **flags:
         found = asyncio.run(measure(Bench(options, sweep, flags["face"], target.address), face, bars.watch))
     try:
         # Written first, because the reader of the output may close it before its end.
-        if json_path is not None:
-            result.write(found, json_path)
-        if html_path is not None:
-            report.write(found, html_path)
+        for option, path, document in documents:
+            if path is not None:
+                try:
+                    path.write_text(document(found), encoding="utf-8")
+                except OSError as error:
+                    raise UsageError(f"{option} {path}: {error.strerror}") from None
     finally:
         output.show(found, options.percentiles, out)
     if found.runs[-1].interrupted:

@@ -107,10 +107,11 @@ class Routers(AbstractAsyncContextManager["Routers"]):
         raise RunError(f"router {url} has ended")
 
     async def _json(self, url: str, path: str, missing: object = None) -> object:
-        """The JSON answer; `missing`, if it is given, where the router answers 404."""
+        """The JSON answer; `missing` if the router doesn't know the request that is asked for."""
         try:
             async with self._session.get(url + path, timeout=aiohttp.ClientTimeout(total=CONNECT_SECONDS)) as answer:
-                if answer.status == 404 and missing is not None and await _known(answer):
+                # Any other 404 is about the path.
+                if answer.status == 404 and (await _error(answer)).get("code") == "request_not_found":
                     return missing
                 await _check(url, answer)
                 found: object = await answer.json()
@@ -150,13 +151,13 @@ async def _lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
             yield line
 
 
-async def _known(answer: aiohttp.ClientResponse) -> bool:
-    """Whether a 404 is about the request, not about the path."""
+async def _error(answer: aiohttp.ClientResponse) -> dict[str, Any]:
+    """The error that a router's answer describes; empty if it describes none."""
     try:
         error = (await answer.json())["error"]
-        return bool(error["code"] == "request_not_found")
     except (aiohttp.ContentTypeError, ValueError, KeyError, TypeError):
-        return False
+        return {}
+    return error if isinstance(error, dict) else {}
 
 
 async def _check(url: str, answer: aiohttp.ClientResponse) -> None:
@@ -167,8 +168,5 @@ async def _check(url: str, answer: aiohttp.ClientResponse) -> None:
     if answer.status == 404:
         raise RunError(f"router {url}: {NO_PAGE}")
     if answer.status != 200:
-        try:
-            text = (await answer.json())["error"]["message"]
-        except (aiohttp.ContentTypeError, ValueError, KeyError, TypeError):
-            text = f"{answer.status} {answer.reason}"
+        text = (await _error(answer)).get("message", f"{answer.status} {answer.reason}")
         raise RunError(f"router {url}: {text}")

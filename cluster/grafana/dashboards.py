@@ -8,7 +8,7 @@ from typing import Any
 
 from kvrelay.cluster.grafana.panels import Panel, Panels, Query
 from kvrelay.rpc.metrics import families as table
-from kvrelay.rpc.metrics.family import COMMON, Part
+from kvrelay.rpc.metrics.families import COMMON, Part
 
 RAY_PREFIX = "ray_"
 COLUMNS, HEIGHT = 24, 8

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvrelay.rpc.metrics.family import COMMON, Family
+from kvrelay.rpc.metrics.families import COMMON, Family
 
 QUANTILES = (0.5, 0.95, 0.99)
 UNITS = {"seconds": "s", "bytes": "decbytes", "boolean": "short"}

@@ -7,7 +7,7 @@ from kvrelay.cluster.membership.membership import Membership
 from kvrelay.cluster.scaling.scaler import DECISION_KINDS, Scaler
 from kvrelay.internal.v1.supervisor_pb2 import ROLE_ROUTER
 from kvrelay.rpc.identity import ROLES, state_name
-from kvrelay.rpc.metrics import families, family
+from kvrelay.rpc.metrics import families
 from kvrelay.rpc.metrics.metric_set import MetricSet
 
 
@@ -19,7 +19,7 @@ class SupervisorMetrics:
         self._membership = membership
         self._scaler = scaler
         self._decided = {kind: metrics.total(families.SCALING_DECISIONS, kind) for kind in DECISION_KINDS}
-        self._queued = {role: metrics.total(families.POOL_QUEUE_SECONDS, role) for role in family.POOL.values}
+        self._queued = {role: metrics.total(families.POOL_QUEUE_SECONDS, role) for role in families.POOL.values}
         self._ages: set[str] = set()
         counts = membership.counts
         self._by_role = [
@@ -58,7 +58,7 @@ class SupervisorMetrics:
         statuses = membership.statuses()
         held = Counter((status.member.role, state_name(status.member.state)) for status in statuses)
         for name, number in ROLES.items():
-            for state in family.STATES:
+            for state in families.STATES:
                 metrics.gauge(families.MEMBERS, name, state).set(held[number, state])
         for gone in self._ages - {status.member.name for status in statuses}:
             metrics.forget(families.HEARTBEAT_AGE, gone)

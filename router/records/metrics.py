@@ -7,7 +7,7 @@ from kvrelay.router.config import DEFAULT_SERVICE, Service
 from kvrelay.router.placing.placement import WorkerView
 from kvrelay.router.trace import RequestTrace
 from kvrelay.rpc.identity import WORKER_ROLES
-from kvrelay.rpc.metrics import families, family
+from kvrelay.rpc.metrics import families
 from kvrelay.rpc.metrics.metric_set import MetricSet
 
 MAX_TENANTS = 50
@@ -27,7 +27,7 @@ class RouterMetrics:
         self.metrics = metrics = MetricSet("router", router=router, model_name=model_name)
         self._services = services
         for service in (*services, NO_CLASS):
-            for outcome in family.OUTCOMES:
+            for outcome in families.OUTCOMES:
                 metrics.counter(families.REQUESTS, outcome, service)
         self._tenants: set[str] = set()
         self._attempts = metrics.counter(families.ATTEMPTS)
@@ -82,7 +82,7 @@ class RouterMetrics:
         self._attempts.inc()
 
     def attempt_failed(self, reason: str) -> None:
-        """Counts a failed placement; the reason is one of `family.ATTEMPT_REASON`."""
+        """Counts a failed placement; the reason is one of `families.ATTEMPT_REASON`."""
         self.metrics.counter(families.ATTEMPT_FAILURES, reason).inc()
 
     def connection_closed(self, face: str, reason: str) -> None:

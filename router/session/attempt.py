@@ -77,7 +77,7 @@ class AttemptFailure:
 
     @property
     def reason(self) -> str:
-        """The reason in one word, for metrics and spans (`ATTEMPT_REASON` in rpc/metrics/family.py)."""
+        """The reason in one word, for metrics and spans (`ATTEMPT_REASON` in rpc/metrics/families.py)."""
         if self.lost or self.silent:
             return "lost" if self.lost else "silent"
         return _CAUSES.get(self.cause) or _CODES.get(self.code, "other")

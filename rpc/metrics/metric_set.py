@@ -8,8 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Proc
 from prometheus_client.registry import Collector
 
 from kvrelay.machine import VERSION
-from kvrelay.rpc.metrics.families import BUILD_HELP, BUILD_LABELS, BUILD_NAME, FAMILIES
-from kvrelay.rpc.metrics.family import COMMON, Family, Part
+from kvrelay.rpc.metrics.families import BUILD_HELP, BUILD_LABELS, BUILD_NAME, COMMON, FAMILIES, Family, Part
 
 Metric = Counter | Gauge | Histogram
 

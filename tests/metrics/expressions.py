@@ -8,8 +8,7 @@ from typing import Any
 
 import yaml
 
-from kvrelay.rpc.metrics.families import FAMILIES
-from kvrelay.rpc.metrics.family import Family
+from kvrelay.rpc.metrics.families import FAMILIES, Family
 
 CHART = Path(__file__).parents[2] / "helm" / "kvrelay"
 RULES, DASHBOARDS = CHART / "rules", CHART / "dashboards"

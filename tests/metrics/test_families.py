@@ -15,9 +15,8 @@ from kvrelay.router.records.metrics import MAX_TENANTS, RouterMetrics
 from kvrelay.router.session.attempt import AttemptFailure
 from kvrelay.router.trace import Outcome, RequestTrace
 from kvrelay.rpc.metrics import families
-from kvrelay.rpc.metrics import family as table
-from kvrelay.rpc.metrics.families import FAMILIES
-from kvrelay.rpc.metrics.family import SECONDS, Family
+from kvrelay.rpc.metrics import families as table
+from kvrelay.rpc.metrics.families import FAMILIES, SECONDS, Family
 from kvrelay.rpc.metrics.metric_set import MetricSet
 from kvrelay.transfer.protocol.endpoint import TransferStats
 from kvrelay.transfer.protocol.messages import Code
