@@ -11,10 +11,12 @@ process, in turns:
               expanded in each step, and norms and states are computed by transformers' functions in plain torch
 
 `prefill_N` is the prefill of a prompt, `decode_N` a decode step of N sequences with 128 tokens before each; figures are
-tokens a second, and the ratio of each turn. Where other work shares the machine:
+tokens a second, and the ratio of each turn. Where other work shares the machine, start it at real-time priority (`chrt
+--fifo 1 python benchmarks/architectures.py`, as root), or take
 
-    --bursts    steps at real-time priority, with pauses between them (as root); for decode steps
     --cpu       seconds of the process's CPU time; with `--threads 1`, because threads also spend it on waiting
+
+Other figures:
 
     --long      decode steps of 8 sequences at 16k tokens: a hybrid of three layers with states to one with attention,
                 against Llama of the same size on the fast path; and the bytes that a hand-off of 16k tokens takes
@@ -35,7 +37,7 @@ from unittest.mock import patch
 import numpy as np
 import torch
 from checkpoint import EXPERTS, write, write_experts
-from steps import Cell, burst, in_turns, ratios
+from steps import Cell, in_turns, ratios
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from turns import earlier, own_setting, save, spread
@@ -222,14 +224,10 @@ def measured(runners: dict[str, Any], names: Sequence[str], args: argparse.Names
     first, *others = runners
     found: dict[str, Any] = {name: {} for name in names}
     cells = [Cell.of(name) for name in names]
-    tries = 6 if args.bursts else 3
     clock = time.process_time if args.cpu else time.perf_counter
-    around = burst if args.bursts else nullcontext
     for name in others or [first]:
         pair = {each: runners[each] for each in (first, name)}
-        of_cells = in_turns(
-            pair, cells, args.repeats, lambda cell: 1 if cell.length > 1 else tries, clock=clock, around=around
-        )
+        of_cells = in_turns(pair, cells, args.repeats, lambda cell: 1 if cell.length > 1 else 3, clock)
         for cell, rates in of_cells.items():
             for each, values in rates.items():
                 found[cell].setdefault(each, {"tokens_per_s": spread(values, 1)})
@@ -251,7 +249,7 @@ def short(args: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
                     _, runner = build_engine(Path(folder), "bfloat16", options(args.threads, 4096, **given))
                 clear(runner)
                 runners[way] = runner
-        how = {"threads": args.threads, "bursts": args.bursts, "cpu_time": args.cpu}
+        how = {"threads": args.threads, "cpu_time": args.cpu}
         yield (
             name,
             {"weights": weights, **{cell: how | found for cell, found in measured(runners, args.cells, args).items()}},
@@ -312,7 +310,6 @@ def main() -> None:
     parser.add_argument("--ways", type=lambda text: text.split(","), help="some of them: before takes minutes")
     parser.add_argument("--long", action="store_true")
     parser.add_argument("--prefix", action="store_true")
-    parser.add_argument("--bursts", action="store_true")
     parser.add_argument("--cpu", action="store_true")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=5)

@@ -43,16 +43,11 @@ class PacedRunner(HashRunner):
     def run(self, plan: StepPlan) -> StepOutput:
         began = time.monotonic()
         output = super().run(plan)
-        time.sleep(max(0.0, began + self._seconds(plan) - time.monotonic()))
+        rows = list(zip(plan.starts.tolist(), plan.lengths.tolist(), strict=True))
+        chunks = [(start, length) for start, length in rows if length > 1]
+        seconds = TABLE.seconds(chunks, [start + 1 for start, length in rows if length == 1])
+        time.sleep(max(0.0, began + seconds - time.monotonic()))
         return output
-
-    def _seconds(self, plan: StepPlan) -> float:
-        chunks = plan.lengths[plan.lengths > 1].tolist()
-        rows = plan.lengths == 1
-        seconds = TABLE.prefill(chunks) if chunks else 0.0
-        if rows.any():
-            seconds += TABLE.decode(int(rows.sum()), int((plan.starts + 1)[rows].sum()))
-        return seconds
 
 
 class SteadyRunner(HashRunner):

@@ -55,19 +55,16 @@ class CostTable:
     switch: float = 2.0
     """Seconds that a worker takes to change its role."""
 
-    def prefill(self, lengths: Sequence[int]) -> float:
-        """Seconds of a step with these chunks."""
-        squares = sum(length * length for length in lengths)
-        return self.prefill_fixed + self.prefill_token * sum(lengths) + self.prefill_square * squares
-
-    def decode(self, streams: int, context: int) -> float:
-        """Seconds of a step with so many streams, and tokens of all their contexts."""
-        return self.decode_fixed + self.decode_context * context + self.decode_stream * streams
-
     def seconds(self, chunks: Sequence[tuple[int, int]], contexts: Sequence[int]) -> float:
         """Seconds of a step, as `StepSeconds` has it."""
-        seconds = self.prefill([tokens for _, tokens in chunks]) if chunks else 0.0
-        return seconds + (self.decode(len(contexts), sum(contexts)) if contexts else 0.0)
+        seconds = 0.0
+        if chunks:
+            lengths = [tokens for _, tokens in chunks]
+            squares = sum(length * length for length in lengths)
+            seconds += self.prefill_fixed + self.prefill_token * sum(lengths) + self.prefill_square * squares
+        if contexts:
+            seconds += self.decode_fixed + self.decode_context * sum(contexts) + self.decode_stream * len(contexts)
+        return seconds
 
     @property
     def machine(self) -> Machine:

@@ -1,10 +1,7 @@
 """Steps of engines in one process, timed in turns: other work on the machine then disturbs all of them alike."""
 
-import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from pathlib import Path
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -65,7 +62,6 @@ def in_turns(
     repeats: int,
     tries: Callable[[Cell], int],
     clock: Callable[[], float] = time.perf_counter,
-    around: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> dict[str, dict[str, list[float]]]:
     """Tokens a second of each turn, by cell and runner.
 
@@ -73,7 +69,6 @@ def in_turns(
         tries: number of steps of a runner before the next one's turn. The fastest one counts, since other processes can
             only make a step longer.
         clock: gives seconds.
-        around: within which each step is computed.
     """
     vocabulary = min(runner.spec.vocab_size for runner in runners.values())
     found: dict[str, dict[str, list[float]]] = {}
@@ -85,36 +80,12 @@ def in_turns(
             for name, runner in runners.items():
                 seconds = []
                 for _ in range(tries(cell)):
-                    with around():
-                        start = clock()
-                        runner.launch(plans[name]).result()
-                        seconds.append(clock() - start)
+                    start = clock()
+                    runner.launch(plans[name]).result()
+                    seconds.append(clock() - start)
                 if turn:  # the first one warms caches and buffers
                     rates[name].append(cell.rows * cell.length / min(seconds))
     return found
-
-
-@contextmanager
-def burst() -> Iterator[None]:
-    """Within it, all threads have real-time priority, which needs root; then a pause of four times as long, for others.
-
-    Raises:
-        PermissionError: the process may not have it.
-    """
-    os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
-    start = time.perf_counter()
-    try:
-        _schedule_all(os.SCHED_FIFO, 1)
-        yield
-    finally:
-        _schedule_all(os.SCHED_OTHER, 0)
-        time.sleep(4 * (time.perf_counter() - start))
-
-
-def _schedule_all(policy: int, priority: int) -> None:
-    for task in Path("/proc/self/task").iterdir():
-        with suppress(ProcessLookupError):  # a thread has ended
-            os.sched_setscheduler(int(task.name), policy, os.sched_param(priority))
 
 
 def ratios(rates: Mapping[str, list[float]], one: str, other: str) -> dict[str, float]:
