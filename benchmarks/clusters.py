@@ -1,22 +1,20 @@
-"""Clusters for benchmarks, of plain processes or of `kvrelay up`, and requests to them.
+"""Clusters for benchmarks, of plain processes or of `kvrelay up`.
 
 Members of plain ones may be modules of this folder and of the tests'. Every process has a join token: internal calls
 need one.
 """
 
-import asyncio
 import json
 import os
 import secrets
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 HERE = Path(__file__).parent
-REQUEST_SECONDS = 120.0
 PAIR = """\
 model: {{path: {model}, dtype: {dtype}}}
 prefill: {{replicas: 1, threads: {stages}, engine: {{pipeline_parallel: {stages}}}}}
@@ -25,10 +23,7 @@ decode: {{replicas: 1, threads: 1}}
 sys.path.append(str(HERE.parent / "tests"))
 os.environ.setdefault("KVRELAY_JOIN_TOKEN", secrets.token_hex())
 
-from kvrelay.cli.bench.faces import GrpcFace, Sampling, Target  # noqa: E402  # after the token
-from kvrelay.cli.bench.load import Request, Schedule, drive  # noqa: E402
-from kvrelay.cli.bench.workload import Ask  # noqa: E402
-from kvrelay.client import Client, KvrelayError  # noqa: E402
+from kvrelay.client import Client, KvrelayError  # noqa: E402  # after the token
 from support.processes import START_SECONDS, wait_until  # noqa: E402
 from support.ray_commands import World  # noqa: E402
 from support.supervised import Supervised, all_ready, supervised  # noqa: E402
@@ -82,19 +77,3 @@ def wait_answers(router: str, cluster: Supervised, api_key: str | None = None) -
                 return False
 
     wait_until(answers, lambda: f"the router answers: {cluster.log()[-4000:]}", START_SECONDS)
-
-
-def send(router: str, asks: Sequence[Ask], salt: str, at_once: int = 0) -> list[Request]:
-    """Sends requests at their times, or `at_once` of them at any time, as `kvrelay bench` does; waits for all answers.
-
-    Args:
-        salt: requests with different ones share no prefix cache.
-    """
-    times = None if at_once else [each.at or 0.0 for each in asks]
-    sampling = Sampling(ignore_eos=True, temperature=0.0, seed=0, cache_salt=salt)
-
-    async def main() -> list[Request]:
-        async with GrpcFace(Target(router, timeout=REQUEST_SECONDS)) as face:
-            return (await drive(face, Schedule(asks, times, at_once, sampling), lambda _: None)).requests
-
-    return asyncio.run(main())

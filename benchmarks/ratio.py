@@ -16,6 +16,7 @@ in the next one.
 """
 
 import argparse
+import asyncio
 import json
 import random
 import tempfile
@@ -27,11 +28,13 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
-from clusters import plain_cluster, send
+from clusters import plain_cluster
 from ratio_simulator import A100_OPT_66B, BLOCK, Phase, Seen, Simulation, attained, goodput, traffic
 from turns import end_on_signal, own_setting, save
 
+from kvrelay.cli.bench.faces import GrpcFace, Sampling, Target
 from kvrelay.cli.bench.figures import good
+from kvrelay.cli.bench.load import Request, Schedule, drive
 from kvrelay.cli.bench.workload import Ask
 from kvrelay.cluster.scaling.config import ScalingConfig
 from support.supervised import Supervised
@@ -47,6 +50,7 @@ TOUCHED_SECONDS = 10.0
 """Seconds before a flip; requests that arrive in them are touched by it."""
 ASKED_SECONDS = 15.0
 STEP = 0.5
+REQUEST_SECONDS = 120.0
 VOCAB = 250
 
 
@@ -112,6 +116,14 @@ def cluster(split: tuple[int, int], scaling: ScalingConfig) -> Iterator[Supervis
         yield running
 
 
+async def ask_all(router: str, asks: Sequence[Ask]) -> list[Request]:
+    """Sends requests at their times, as `kvrelay bench` does, and waits for all answers."""
+    sampling = Sampling(ignore_eos=True, temperature=0.0, seed=0, cache_salt="")
+    async with GrpcFace(Target(router, timeout=REQUEST_SECONDS)) as face:
+        schedule = Schedule(asks, [each.at or 0.0 for each in asks], 0, sampling)
+        return (await drive(face, schedule, lambda _: None)).requests
+
+
 def real(running: Supervised, parts: Sequence[Phase], seed: int) -> dict[str, Any]:
     """The figures of a run of real processes."""
     before, began = len(running.status().scaling.decisions), datetime.now(UTC).timestamp()
@@ -119,7 +131,7 @@ def real(running: Supervised, parts: Sequence[Phase], seed: int) -> dict[str, An
         Ask(tuple(random.Random(each.number).choices(range(VOCAB), k=each.prompt_tokens)), each.answer_tokens, each.at)
         for each in traffic(parts, seed)
     ]
-    done = send(running.member("router-0").member.address, asks, "")
+    done = asyncio.run(ask_all(running.member("router-0").member.address, asks))
     limits = {"ttft": 1e3 * TARGETS.ttft_target_seconds, "tpot": 1e3 * TARGETS.tpot_target_seconds}
     # A request counts from when it was sent: this client may have been late itself.
     found = figures([(each.sent, each.ok and good(each, limits)) for each in done], parts)

@@ -1,14 +1,12 @@
 """Where requests go, and what it is worth: the policies of placement under public traces.
 
     python benchmarks/routing.py simulated --traces DIR --calibration DIR [--workers 8 8] [--rows ...] [--out FILE]
-    python benchmarks/routing.py engine MODEL --traces DIR [--rates ...] [--out FILE]
     python benchmarks/routing.py decision [--out FILE]
     python benchmarks/routing.py picture RESULTS --out docs/images/routing.svg
 
 `simulated` runs fleets of Llama-3.1-8B, one H100 each, in simulated time (`simulated/`): router, scheduler and block
 pools are the product's own, steps take what measured kernels take (`simulated/kernels.py`), hand-offs what a link of
-400 Gbit/s does. `engine` runs two or four workers of this machine on a small model (`routing_engine.py`). `decision`
-measures the time of a decision (`routing_decision.py`).
+400 Gbit/s does. `decision` measures the time of a decision (`routing_decision.py`).
 
 Folders: `--traces` has Mooncake's `mooncake/conversation_trace.jsonl`, `--calibration` the measurements that
 `simulated/kernels.py` names. Both are public; neither is part of the project.
@@ -500,33 +498,6 @@ def simulate(args: argparse.Namespace) -> None:
         keep()
 
 
-def measure_engines(args: argparse.Namespace) -> None:
-    """Clusters of this machine's workers, each at all rates."""
-    from routing_engine import Kind, measure
-
-    half = args.workers // 2
-    pair, all_alike = ("prefill", "decode") * half, ("colocated",) * (2 * half)
-    kinds = {"pair": Kind(pair, options("least_work"), {})}
-    for bound in args.step_ms:
-        limit = {"step_seconds": bound / 1000}
-        kinds[f"predicted {bound:g} ms"] = Kind(pair, options("predicted"), limit)
-        kinds[f"colocated {bound:g} ms"] = Kind(all_alike, options("least_work"), limit)
-    chosen = {name: kind for name, kind in kinds.items() if not args.kinds or name in args.kinds}
-    trace = read(args.traces)
-    result = earlier(args.out)
-    result["setting"] = {**own_setting("torch"), "model": args.model.name, "seconds": args.seconds}
-    fleet = result.setdefault(f"{2 * half} workers", {})
-    for name, found in measure(args.model, chosen, kinds["pair"], trace, args.rates, args.seconds):
-        print(json.dumps({"kind": name, **found}), flush=True)
-        if name == "idle":
-            fleet["idle"] = found
-        else:
-            runs = [run for run in fleet.setdefault("runs", {}).get(name, []) if run["rate"] != found["rate"]]
-            fleet["runs"][name] = [*runs, found]
-        if args.out is not None:
-            save(args.out, result)
-
-
 def measure_decisions(args: argparse.Namespace) -> None:
     """Time of a decision."""
     from routing_decision import measure
@@ -604,22 +575,6 @@ def main() -> None:
         help="file for the results, which keeps those of other rows, and of runs that are not repeated",
     )
     simulated.set_defaults(do=simulate)
-    engines = commands.add_parser("engine", help="workers of this machine, real engines")
-    engines.add_argument("model", type=Path, help="folder of a checkpoint, e.g. of `checkpoint.py MODEL --shape 135m`")
-    engines.add_argument("--traces", type=Path, required=True, help="folder of the traces")
-    engines.add_argument("--rates", type=float, nargs="+", default=[0.3, 0.6, 1.0, 1.5], help="requests a second")
-    engines.add_argument("--seconds", type=float, default=60.0, help="of each run")
-    engines.add_argument("--workers", type=int, choices=(2, 4), default=2)
-    engines.add_argument("--kinds", nargs="+", help="names of the clusters to measure; all by default")
-    engines.add_argument(
-        "--step-ms",
-        type=float,
-        nargs="+",
-        default=[5, 20, 100],
-        help="bounds of a step's time (`engine.step_seconds`): which suits best is shown",
-    )
-    engines.add_argument("--out", type=Path, help="file for the results, which keeps what other runs have found")
-    engines.set_defaults(do=measure_engines)
     timed = commands.add_parser("decision", help="time of a decision")
     timed.add_argument("--prefixes", type=int, default=10_000, help="prompts that are in caches")
     timed.add_argument("--decisions", type=int, default=1000, help="decisions of each policy")
