@@ -1,4 +1,4 @@
-"""The model that a distribution of the package index carries, from an index that is a folder; and the real one."""
+"""The model in a distribution of the package index: from a folder that stands in for the index, and the real one."""
 
 import asyncio
 import hashlib

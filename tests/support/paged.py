@@ -70,12 +70,13 @@ def logits_of(folder: Path, tokens: Sequence[int], dtype: Dtype = "float32", **o
     return logits_by(build_cpu_runner(folder, dtype, EngineConfig(kv_memory_bytes=2**22, threads=1, **options)), tokens)
 
 
-def logits_by(runner: CpuRunner, tokens: Sequence[int]) -> torch.Tensor:
-    """Logits [tokens, vocabulary], in one step."""
+def logits_by(runner: CpuRunner, tokens: Sequence[int], *counts: int) -> torch.Tensor:
+    """Logits [tokens, vocabulary], in steps of so many tokens; in one step if no counts are given."""
     sequences = PagedSequences(runner)
     sequence = sequences.add(tokens)
-    sequences.compute((sequence, len(sequence.tokens)))
-    return sequence.logits[0]
+    for count in counts or (len(sequence.tokens),):
+        sequences.compute((sequence, count))
+    return torch.cat(sequence.logits)
 
 
 Work = Sequence[tuple[PagedSequence, int, SamplingParams]]

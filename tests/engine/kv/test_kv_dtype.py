@@ -13,7 +13,7 @@ from kvrelay.engine.runner.cpu import CpuRunner, build_cpu_runner
 from kvrelay.models import resolve
 from kvrelay.transfer.frames.frames import ConvertedFrame, NarrowedFrame, PoolFrame
 from kvrelay.transfer.protocol.events import Frame
-from support.paged import PagedSequence, PagedSequences
+from support.paged import PagedSequence, PagedSequences, logits_by
 
 COSINE = 0.999
 LENGTH = 400
@@ -40,11 +40,7 @@ def expected(tokens: list[int]) -> torch.Tensor:
 
 def logits(runner: CpuRunner, tokens: list[int]) -> torch.Tensor:
     """Logits of two chunks and of single tokens after them."""
-    sequences = PagedSequences(runner)
-    sequence = sequences.add(tokens)
-    for count in (130, LENGTH - 130 - 30, *[1] * 30):
-        sequences.compute((sequence, count))
-    return torch.cat(sequence.logits)
+    return logits_by(runner, tokens, 130, LENGTH - 130 - 30, *[1] * 30)
 
 
 def check_alike(found: torch.Tensor, expected: torch.Tensor) -> None:

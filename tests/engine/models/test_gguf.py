@@ -17,7 +17,7 @@ from kvrelay.engine.models.reading import hashes, packed_cache
 from kvrelay.engine.models.reading.checkpoint import Checkpoint
 from kvrelay.engine.models.reading.gguf import KEPT, coded, dequantized
 from kvrelay.engine.runner.cpu import build_cpu_runner
-from kvrelay.kernels.codes import CodeType, alike, join
+from kvrelay.kernels.codes import CodeType
 from kvrelay.kernels.cpu.packed import PackedLinear
 from kvrelay.machine.gguf import QUANTIZED, TYPES
 from kvrelay.models import resolve
@@ -120,15 +120,6 @@ def test_types_are_numbered_and_sized_as_in_the_package_gguf() -> None:
     for name, kind in TYPES.items():
         number = GGMLQuantizationType[name]
         assert (number, *gguf.GGML_QUANT_SIZES[number]) == kind
-
-
-def test_weights_of_several_types_are_joined_without_loss() -> None:
-    weights = [coded(kind, random_blocks(kind, 16, 256 // TYPES[kind].weights)) for kind in ("Q4_K", "Q6_K", "Q4_0")]
-    known = [weight for weight in weights if weight is not None]
-    joined = join(alike(known))
-    assert joined.type is CodeType.INT8
-    assert joined.group == 16
-    assert torch.equal(joined.dequantize(), torch.cat([weight.dequantize() for weight in known]))
 
 
 def test_splits_are_one_model(checkpoints: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -22,7 +22,7 @@ from kvrelay.engine.runner import threads
 from kvrelay.engine.runner.cpu import CpuRunner, build_cpu_runner
 from kvrelay.engine.runner.gpu import build_gpu_runner
 from support.checkpoints import FAMILIES, LLAMA3_ROPE, VOCAB_SIZE, WITH_EXPERTS
-from support.paged import PagedSequence, PagedSequences
+from support.paged import PagedSequence, PagedSequences, logits_by
 
 BLOCK = 16
 TILE = 64
@@ -95,10 +95,8 @@ class Case:
         with torch.inference_mode():
             self.expected = [oracle(torch.tensor([prompt])).logits[0] for prompt in self.prompts]
 
-    def check(self, sequence: PagedSequence, prompt: int = 0) -> None:
-        """The sequence is a beginning of prompt number `prompt`, and all of its logits are right."""
-        logits = torch.cat(sequence.logits)
-        assert len(logits) == sequence.computed
+    def check(self, logits: Tensor, prompt: int = 0) -> None:
+        """The logits of a beginning of prompt number `prompt` are right."""
         torch.testing.assert_close(logits.double(), self.expected[prompt][: len(logits)], atol=TOLERANCE, rtol=0)
 
 
@@ -152,7 +150,7 @@ def test_mixed_batches(case: Case, seed: int) -> None:
         running = [entry for entry in running if entry[1].left]
     assert len(done) == len(LENGTHS)
     for prompt, sequence in done:
-        case.check(sequence, prompt)
+        case.check(torch.cat(sequence.logits), prompt)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -164,11 +162,7 @@ def test_without_the_native_kernels(
     monkeypatch.setattr(threads, "library", lambda: None)
     runner = build_cpu_runner(case.folder, "float32", OPTIONS)
     assert isinstance(runner.model, Decoder)
-    sequences = PagedSequences(runner)
-    sequence = sequences.add(case.prompts[0])
-    for count in (100, 1, 1, 130, 68):
-        sequences.compute((sequence, count))
-    case.check(sequence)
+    case.check(logits_by(runner, case.prompts[0], 100, 1, 1, 130, 68))
 
 
 class OnGpu:
@@ -202,11 +196,7 @@ class OnGpu:
 )
 def test_on_a_gpu(family: str, case_of: Callable[[str], Case]) -> None:
     case = case_of(family)
-    sequences = PagedSequences(OnGpu(case.folder))
-    sequence = sequences.add(case.prompts[0][:60])
-    for count in (41, 1, 17, 1):
-        sequences.compute((sequence, count))
-    case.check(sequence)
+    case.check(logits_by(OnGpu(case.folder), case.prompts[0][:60], 41, 1, 17, 1))
 
 
 @pytest.mark.parametrize("architecture", FAMILIES)
@@ -217,9 +207,5 @@ def test_bfloat16_is_close_to_float32(architecture: str, model_of: Callable[...,
     case = Case(folder)
     runner = build_cpu_runner(folder, "auto", OPTIONS)
     assert runner.spec.dtype == "bfloat16"
-    sequences = PagedSequences(runner)
-    sequence = sequences.add(case.prompts[0])
-    for count in (100, 1, 1, 130, 1, 67):
-        sequences.compute((sequence, count))
-    error = torch.cat(sequence.logits) - case.expected[0]
+    error = logits_by(runner, case.prompts[0], 100, 1, 1, 130, 1, 67) - case.expected[0]
     assert error.std() < 0.04 * case.expected[0].std()

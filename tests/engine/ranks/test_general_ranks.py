@@ -17,7 +17,7 @@ from kvrelay.engine.models.general.ranks import plan
 from kvrelay.engine.models.general.ranks.parts import WHOLE, Part
 from kvrelay.engine.models.general.reading import load_model, read_general_config
 from kvrelay.engine.models.reading.checkpoint import Checkpoint
-from kvrelay.engine.ranks.collective import Place
+from kvrelay.engine.ranks.collective import ALONE, Place
 from kvrelay.engine.report import report_on
 from kvrelay.engine.runner.general import GeneralRunner, build_general_runner
 from kvrelay.models import resolve
@@ -40,10 +40,9 @@ COVERING = (
 )
 
 
-def build(folder: Path, place: Place | None = None, **options: Any) -> GeneralRunner:
+def build(folder: Path, place: Place = ALONE, **options: Any) -> GeneralRunner:
     torch.manual_seed(0)
-    given = {} if place is None else {"place": place}
-    return build_general_runner(folder, "float32", replace(OPTIONS, **options), **given)
+    return build_general_runner(folder, "float32", replace(OPTIONS, **options), place=place)
 
 
 def ranks_of(folder: Path, cases: list[Place], **options: Any) -> list[GeneralRunner]:

@@ -33,10 +33,9 @@ TOKENS = [5, 9, 2, 7, 7, 1, 30, 12, 4, 4, 21, 8, 300, 17, 60, 33, 250, 11]
 WIDE = {"num_attention_heads": 8, "head_dim": 16, "hidden_size": 64, "num_hidden_layers": 3}
 
 
-def build(folder: Path, place: Place | None = None, **options: Any) -> CpuRunner:
+def build(folder: Path, place: Place = ALONE, **options: Any) -> CpuRunner:
     config = EngineConfig(kv_memory_bytes=2**22, threads=1, **options)
-    given = {} if place is None else {"place": place}
-    return build_cpu_runner(folder, "float32", config, **given)
+    return build_cpu_runner(folder, "float32", config, place=place)
 
 
 def logits_over(ranks: list[CpuRunner], tokens: list[int]) -> Tensor:

@@ -1,4 +1,4 @@
-"""A chain of a draft model, one native call, has the tokens that single steps have, each part of them called alone."""
+"""A draft model's chain, which is one native call, has the tokens of single steps whose parts are called one by one."""
 
 import dataclasses
 from collections.abc import Callable

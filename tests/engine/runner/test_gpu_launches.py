@@ -1,4 +1,4 @@
-"""A step that was launched before goes past Triton's Python, whatever its kernels."""
+"""A step that is launched again runs none of Triton's Python code, whichever kernels it has."""
 
 import json
 import os

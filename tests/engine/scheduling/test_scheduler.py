@@ -92,16 +92,6 @@ def test_the_last_token_is_always_computed(length: int) -> None:
     bench.check_over()
 
 
-def test_completions_are_cached_too() -> None:
-    bench = Bench(16)
-    prompt = numbers(SIZE)
-    steps_until(bench, bench.add(bench.request(prompt, 2 * SIZE)))
-    turn = bench.add(bench.request((*prompt, *expected_tokens(prompt, 2 * SIZE), 1, 2), 3))
-    steps_until(bench, turn)
-    # No KV was computed for the last completion token.
-    assert turn.cached_tokens == 3 * SIZE - 1
-
-
 @pytest.mark.parametrize("drafts", [0, 4])
 def test_a_state_that_a_step_has_taken_further_is_not_left(drafts: int) -> None:
     """`Bench` compares the tokens of the turn behind it."""

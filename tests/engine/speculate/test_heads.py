@@ -42,11 +42,6 @@ OPTIONS = EngineConfig(
 GREEDY = SamplingParams(temperature=0.0)
 
 
-@pytest.fixture(scope="module")
-def medusa(heads_of: Callable[..., Path]) -> Path:
-    return heads_of("medusa", medusa_num_heads=2)
-
-
 def requests(count: int) -> list[Request]:
     """Prompts shorter and longer than a step's budget, greedy and drawn."""
     return [
@@ -68,9 +63,9 @@ def hidden_states(folder: Path, tokens: Sequence[int]) -> list[Tensor]:
         return [states[0] for states in model(torch.tensor([tokens]), output_hidden_states=True).hidden_states]
 
 
-def with_heads(folder: Path, model: Path, method: str = "medusa", **options: object) -> Engine:
+def with_heads(folder: Path, model: Path, method: str = "medusa") -> Engine:
     config = SpeculationConfig(method, str(folder), max_tokens=3, adaptive=False)
-    return build_engine(model, "auto", dataclasses.replace(OPTIONS, speculation=config, **options))[0]
+    return build_engine(model, "auto", dataclasses.replace(OPTIONS, speculation=config))[0]
 
 
 def medusa_formula(tensors: dict[str, Tensor], head: int, state: Tensor) -> Tensor:
@@ -165,6 +160,13 @@ def eagle3(heads_of: Callable[..., Path]) -> Path:
     return heads_of("eagle3")
 
 
+@pytest.fixture(params=["medusa", "eagle3"])
+def heads(request: pytest.FixtureRequest, heads_of: Callable[..., Path], eagle3: Path) -> SpeculationConfig:
+    """Heads of each kind."""
+    folder = eagle3 if request.param == "eagle3" else heads_of("medusa", medusa_num_heads=2)
+    return SpeculationConfig(request.param, str(folder), max_tokens=3, adaptive=False)
+
+
 def speculators(tensors: dict[str, Tensor], config: dict[str, object]) -> tuple[dict[str, Tensor], dict[str, object]]:
     """The same checkpoint as the speculators library writes it; the config is in two levels, g is normed first."""
     renamed = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
@@ -229,15 +231,12 @@ def test_a_proposer_gets_the_states_of_the_tokens_that_are_kept(lag: int) -> Non
 
 
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.more)])
-@pytest.mark.parametrize("method", ["medusa", "eagle3"])
 @pytest.mark.some(1)
 def test_guesses_behind_a_hand_off_are_those_of_a_co_located_worker(
-    eight: Path, request: pytest.FixtureRequest, method: str, dtype: str
+    eight: Path, heads: SpeculationConfig, dtype: str
 ) -> None:
     """Token by token, from the first step on, with prompts of several steps; and so are the streams."""
-    heads = str(request.getfixturevalue(method))
-    speculation = SpeculationConfig(method, heads, max_tokens=3, adaptive=False)
-    options = dataclasses.replace(OPTIONS, speculation=speculation, prefix_cache=False)
+    method, options = heads.method, dataclasses.replace(OPTIONS, speculation=heads, prefix_cache=False)
     whole, parted = (build_engine(eight, dtype, options)[0] for _ in range(2))
     expected, found = Recorded(whole), Recorded(parted)
     wanted = wanted_by(parted)
@@ -312,10 +311,9 @@ def test_a_layer_takes_a_prompt_whose_first_states_are_missing(eight: Path, eagl
     assert all(found.guesses.values())
 
 
-@pytest.mark.parametrize("method", ["medusa", "eagle3"])
-def test_heads_begin_without_the_states_of_a_prompt(eight: Path, request: pytest.FixtureRequest, method: str) -> None:
+def test_heads_begin_without_the_states_of_a_prompt(eight: Path, heads: SpeculationConfig) -> None:
     """The first step has no guess, because no states came; all later steps have guesses."""
-    engine = with_heads(request.getfixturevalue(method), eight, method)
+    engine, _ = build_engine(eight, "auto", dataclasses.replace(OPTIONS, speculation=heads))
     found = Recorded(engine)
     plain = run(build_engine(eight, "auto", OPTIONS)[0], requests(3))
     assert handed_over(engine, requests(3), None) == plain
@@ -324,26 +322,24 @@ def test_heads_begin_without_the_states_of_a_prompt(eight: Path, request: pytest
         assert [length for length in lengths if not found.guesses[one.request_id, length]] == lengths[:1]
 
 
-@pytest.mark.parametrize("method", ["medusa", "eagle3"])
-def test_streams_are_the_same_with_few_blocks(eight: Path, request: pytest.FixtureRequest, method: str) -> None:
+def test_streams_are_the_same_with_few_blocks(eight: Path, heads: SpeculationConfig) -> None:
     """The model is in bfloat16, with as many guesses as pay, and with preempted sequences."""
     options = dataclasses.replace(OPTIONS, kv_memory_bytes=2**18)
     plain = run(build_engine(eight, "bfloat16", options)[0], requests(6))
-    config = SpeculationConfig(method, str(request.getfixturevalue(method)))
-    engine, _ = build_engine(eight, "bfloat16", dataclasses.replace(options, speculation=config))
+    adaptive = SpeculationConfig(heads.method, heads.draft_model)
+    engine, _ = build_engine(eight, "bfloat16", dataclasses.replace(options, speculation=adaptive))
     engine.warm_up()
     assert run(engine, requests(6)) == plain
     assert engine.scheduler.preemptions > 0
 
 
-@pytest.mark.parametrize("method", ["medusa", "eagle3"])
 def test_streams_are_the_same_without_the_native_kernels(
-    eight: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, method: str
+    eight: Path, heads: SpeculationConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = [dataclasses.replace(one, sampling=dataclasses.replace(one.sampling, max_tokens=8)) for one in requests(2)]
     monkeypatch.setattr("kvrelay.engine.runner.threads.library", lambda: None)
     plain = run(build_engine(eight, "auto", OPTIONS)[0], asked)
-    assert run(with_heads(request.getfixturevalue(method), eight, method), asked) == plain
+    assert run(build_engine(eight, "auto", dataclasses.replace(OPTIONS, speculation=heads))[0], asked) == plain
 
 
 def test_medusa_heads_that_do_not_fit_are_refused(llama: Path, model_of: Callable[..., Path], tmp_path: Path) -> None:
