@@ -144,18 +144,18 @@ class Event(Protocol):
 class EventWaiter:
     """Waits for events on a thread of its own, in the order in which they were given, and makes a call after each.
 
-    The thread starts with the first event. It is a daemon, because an event of a device that hangs never comes.
+    The thread starts with the first one. It is a daemon, because an event of a device that hangs never comes.
     """
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._lock = threading.Lock()
-        self._queue: queue.SimpleQueue[tuple[Event, Callable[[], object]] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[Event | None, Callable[[], object]] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._closed = False
 
-    def then(self, event: Event, call: Callable[[], object]) -> None:
-        """Calls `call` on the waiter's thread after `event`, also if the device has failed. After `close`, never."""
+    def then(self, event: Event | None, call: Callable[[], object]) -> None:
+        """Calls `call` on the waiter's thread after any `event`, also if the device has failed. Never after `close`."""
         with self._lock:
             if self._closed:
                 return
@@ -174,8 +174,10 @@ class EventWaiter:
         while (item := self._queue.get()) is not None:
             event, call = item
             with suppress(RuntimeError):  # whoever uses the device next gets the same error
-                event.synchronize()
+                if event is not None:
+                    event.synchronize()
             try:
                 call()
             except Exception:  # the calls of other links and requests must still be made
-                logger.exception("%s: a call behind an event failed", self._name)
+                logger.exception("%s: a call failed", self._name)
+            del item, event, call  # they may hold the device's memory
