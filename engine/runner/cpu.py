@@ -116,7 +116,7 @@ class CpuRunner:
     @property
     def whole_cache_layout(self) -> CacheLayout:
         """See `Runner.whole_cache_layout`."""
-        return self.model.config.whole_cache_layout(self.layout, self.spec.max_context, bool(self._windows))
+        return self.model.config.whole_cache_layout(self.cache_layout, self.spec.max_context)
 
     @property
     def states_shape(self) -> StatesShape | None:

@@ -172,8 +172,7 @@ class GpuRunner:
     @property
     def whole_cache_layout(self) -> CacheLayout:
         """See `Runner.whole_cache_layout`."""
-        slides = bool(self.cache_layout.side_groups)
-        return self.model.config.whole_cache_layout(self.layout, self.spec.max_context, slides)
+        return self.model.config.whole_cache_layout(self.cache_layout, self.spec.max_context)
 
     @property
     def states_shape(self) -> StatesShape:

@@ -117,16 +117,11 @@ class ModelConfig:
         sides = [LayerGroup("window", track, window) for window, track in tracks.items()]
         return CacheLayout((full, *sides), whole.block_size)
 
-    def whole_cache_layout(self, own: KVLayout, max_context: int, slides: bool) -> CacheLayout:
-        """The layout of what all ranks together keep of a sequence.
-
-        Args:
-            own: of the first track of one rank.
-            slides: whether layers with a window free what is behind it.
-        """
+    def whole_cache_layout(self, own: CacheLayout, max_context: int) -> CacheLayout:
+        """The layout of what all ranks together keep of a sequence, by what one rank keeps of it."""
         whole = self.whole
-        layout = replace(own, layers=whole.layers, kv_heads=whole.kv_heads)
-        return whole.cache_layout(layout, max_context) if slides else CacheLayout.of(layout)
+        layout = replace(own.tracks[0][1], layers=whole.layers, kv_heads=whole.kv_heads)
+        return whole.cache_layout(layout, max_context) if own.side_groups else CacheLayout.of(layout)
 
     def for_rank(
         self, place: Place, quantization: Quantization = "none", *, whole: bool = False, spares: int = 0

@@ -512,12 +512,7 @@ ARCHITECTURES: dict[str, Architecture] = {
             activation="gelu_pytorch_tanh",
             activation_field="hidden_activation",
         ),
-        Architecture(
-            "qwen3_moe",
-            "Qwen3MoeForCausalLM",
-            _qwen3_moe,
-            _QWEN3_MOE_DEFAULTS,
-        ),
+        Architecture("qwen3_moe", "Qwen3MoeForCausalLM", _qwen3_moe, _QWEN3_MOE_DEFAULTS),
         Architecture("mixtral", "MixtralForCausalLM", _mixtral, _MIXTRAL_DEFAULTS),
         Architecture("glm4_moe", "Glm4MoeForCausalLM", _glm4_moe, _GLM4_MOE_DEFAULTS, partial_rope=True),
         Architecture("gpt_oss", "GptOssForCausalLM", _gpt_oss, _GPT_OSS_DEFAULTS),

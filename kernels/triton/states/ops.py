@@ -92,13 +92,8 @@ class TritonStateOps:
     ) -> Tensor:
         """See `StateOps.delta`."""
         (tokens, heads, dim), (key_heads, key_dim) = v.shape, k.shape[1:]
-        q, k, v, g, beta = (
-            token_rows(q),
-            token_rows(k),
-            token_rows(v),
-            g.float().contiguous(),
-            beta.float().contiguous(),
-        )
+        q, k, v = token_rows(q), token_rows(k), token_rows(v)
+        g, beta = g.float().contiguous(), beta.float().contiguous()
         out = torch.empty((tokens, heads, dim), dtype=v.dtype, device=v.device)
         shared, precision, part = heads // key_heads, _precision(v), _side(key_dim, PART)
         given = (
