@@ -149,6 +149,13 @@ class Alone:
 NO_GROUP = Alone()
 
 
+def all_agree(group: Collective, agrees: bool) -> bool:
+    """Whether the condition holds on all ranks."""
+    import torch
+
+    return bool(group.gather(torch.tensor([agrees])).all())
+
+
 @dataclass(frozen=True, slots=True)
 class Place:
     """Place of one rank among the ranks of its worker."""

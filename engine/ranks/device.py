@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore
 
-from kvrelay.engine.ranks.collective import Collective, CollectiveError, Place, Ring
+from kvrelay.engine.ranks.collective import Collective, CollectiveError, Place, Ring, all_agree
 from kvrelay.engine.ranks.meet import MEET_SECONDS
 from kvrelay.engine.ranks.process_group import NcclCollective
 from kvrelay.machine.numa import cpus_near, pin
@@ -146,9 +146,9 @@ class GpuCollective:
                 one_shot = make()
             except (RuntimeError, ValueError, AttributeError, ImportError) as error:
                 why = str(error)
-        if self._all(one_shot is not None) and one_shot is not None:
+        if all_agree(self._host, one_shot is not None) and one_shot is not None:
             why = self._try(one_shot, device)
-            if self._all(not why):
+            if all_agree(self._host, not why):
                 self._one_shot = one_shot
         if self._one_shot is None:
             logger.info("sums of ranks are NCCL's: %s", why or "another rank can't do without")
@@ -167,10 +167,6 @@ class GpuCollective:
         # All cases run, also after a wrong result, because the other ranks run as many.
         found = [one_shot.sum(part.clone()) for _ in range(3)]
         return "" if all(torch.equal(each, expected) for each in found) else "it sums wrongly"
-
-    def _all(self, yes: bool) -> bool:
-        """Whether the condition holds on all ranks."""
-        return bool(self._host.gather(torch.tensor([int(yes)])).all())
 
     def wait(self, ended: Callable[[], bool]) -> None:
         """Waits for the device's work, such as a step's event.

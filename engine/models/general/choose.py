@@ -17,7 +17,7 @@ from kvrelay.engine.models.general.native import Call
 from kvrelay.engine.models.general.places import Placing
 from kvrelay.engine.models.general.step import UnfitError, Way
 from kvrelay.engine.models.general.store import Store, scratch_pools
-from kvrelay.engine.ranks.collective import NO_GROUP, Collective, CollectiveError
+from kvrelay.engine.ranks.collective import NO_GROUP, Collective, CollectiveError, all_agree
 from kvrelay.kernels.cpu.program import Team
 
 logger = logging.getLogger(__name__)
@@ -94,11 +94,6 @@ def choose(
             logger.info("%s doesn't run as %s: %s", type(model).__name__, name, reason)
     reasons = "; ".join(f"{name}: {reason}" for name, reason in refused)
     raise ValueError(f"{type(model).__name__} can't be served ({reasons})")
-
-
-def all_agree(group: Collective, agrees: bool) -> bool:
-    """Whether the condition holds on all ranks."""
-    return bool(group.gather(torch.tensor([agrees])).all())
 
 
 def _serving(model: PreTrainedModel, make: MakeWay, team: Team | None) -> Callable[[Store], Way]:
