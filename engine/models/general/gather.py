@@ -33,6 +33,7 @@ from kvrelay.engine.models.general.inputs import Inputs
 from kvrelay.engine.models.general.observe import cache_argument
 from kvrelay.engine.models.general.places import LayerPlaces, Place
 from kvrelay.engine.models.general.reading import set_attention
+from kvrelay.engine.models.general.states import number_of_states
 from kvrelay.engine.models.general.step import Step, UnfitError, host
 from kvrelay.engine.models.general.store import Store
 
@@ -103,54 +104,50 @@ class Batch:
 
 
 class Gathered:
-    """State that all gathering layers share: their places, and the batch of the forward pass."""
+    """State and methods that all gathering layers share. Queries see all tokens, or those of the layer's window."""
 
-    places: LayerPlaces
-    batch: Batch
-
-    def gather(self, keys: Tensor, values: Tensor, columns: int) -> tuple[Tensor, Tensor]:
-        """Writes new keys and values [B, heads, T, dim], and reads those of the last columns."""
-        if keys.shape[0] != self.batch.mask.shape[0] or keys.shape[2] != self.batch.queries:
-            raise UnfitError(f"keys have the shape {list(keys.shape)}")
-        read = []
-        for place, numbers in ((self.places.keys, keys), (self.places.values, values)):
-            if place is None:
-                raise UnfitError("a layer has keys that it hadn't at first")
-            self.batch.write(place, numbers)
-            # Without a past, all that there is was just computed.
-            read.append(self.batch.read(place, columns, numbers.dtype) if self.batch.past else numbers)
-        return read[0], read[1]
-
-
-class GatherLayer(DynamicLayer, Gathered):
-    """A layer that sees all tokens."""
-
-    def __init__(self, places: LayerPlaces, batch: Batch) -> None:
-        DynamicLayer.__init__(self)
+    def __init__(self, places: LayerPlaces, batch: Batch, *given: int) -> None:
+        """
+        Args:
+            given: for the class of transformers behind this one.
+        """
+        super().__init__(*given)
         self.places, self.batch = places, batch
+
+    @property
+    def columns(self) -> int:
+        """The last columns that a query may see."""
+        window = self.places.cache.window
+        return min(self.batch.past, window - 1) + self.batch.queries if window else self.batch.columns
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        return self.gather(key_states, value_states, self.batch.columns)
+        """Writes new keys and values [B, heads, T, dim], and reads those of the last columns."""
+        if key_states.shape[0] != self.batch.mask.shape[0] or key_states.shape[2] != self.batch.queries:
+            raise UnfitError(f"keys have the shape {list(key_states.shape)}")
+        read = []
+        for place, numbers in ((self.places.keys, key_states), (self.places.values, value_states)):
+            if place is None:
+                raise UnfitError("a layer has keys that it hadn't at first")
+            self.batch.write(place, numbers)
+            # Without a past, all that there is was just computed.
+            read.append(self.batch.read(place, self.columns, numbers.dtype) if self.batch.past else numbers)
+        return read[0], read[1]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.batch.columns, 0
+        return self.columns, self.batch.columns - self.columns
 
     def get_seq_length(self) -> int:
         return self.batch.past
 
 
-class GatherIndexedLayer(DynamicIndexedLayer, Gathered):
+class GatherLayer(Gathered, DynamicLayer):
+    """A layer with keys and values."""
+
+
+class GatherIndexedLayer(Gathered, DynamicIndexedLayer):
     """A layer that also keeps keys of an indexer."""
-
-    def __init__(self, places: LayerPlaces, batch: Batch) -> None:
-        DynamicIndexedLayer.__init__(self)
-        self.places, self.batch = places, batch
-
-    update = GatherLayer.update
-    get_mask_sizes = GatherLayer.get_mask_sizes
-    get_seq_length = GatherLayer.get_seq_length
 
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
         if self.places.indexer is None:
@@ -161,53 +158,16 @@ class GatherIndexedLayer(DynamicIndexedLayer, Gathered):
         return self.batch.read(self.places.indexer, self.batch.columns, indexer_key_states.dtype)[:, 0]
 
 
-class GatherWindowLayer(DynamicSlidingWindowLayer, Gathered):
-    """A layer that sees the tokens of its window."""
-
-    def __init__(self, places: LayerPlaces, batch: Batch) -> None:
-        DynamicSlidingWindowLayer.__init__(self, places.cache.window)
-        self.places, self.batch = places, batch
-
-    @property
-    def columns(self) -> int:
-        """The last columns that a query may see."""
-        return min(self.batch.past, self.places.cache.window - 1) + self.batch.queries
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
-    ) -> tuple[Tensor, Tensor]:
-        return self.gather(key_states, value_states, self.columns)
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.columns, self.batch.columns - self.columns
-
-    def get_seq_length(self) -> int:
-        return self.batch.past
+class GatherWindowLayer(Gathered, DynamicSlidingWindowLayer):
+    """As `GatherLayer`, in a class by which transformers finds the layers that have a window."""
 
 
-class GatherHybridLayer(LinearAttentionAndFullAttentionLayer, Gathered):
-    """A layer with states whose attention sees all tokens."""
-
-    def __init__(self, places: LayerPlaces, batch: Batch, number_of_states: int) -> None:
-        LinearAttentionAndFullAttentionLayer.__init__(self, number_of_states)
-        self.places, self.batch = places, batch
-
-    update = GatherLayer.update
-    get_mask_sizes = GatherLayer.get_mask_sizes
-    get_seq_length = GatherLayer.get_seq_length
+class GatherHybridLayer(Gathered, LinearAttentionAndFullAttentionLayer):
+    """A layer with states, keys and values."""
 
 
-class GatherHybridWindowLayer(LinearAttentionAndSlidingWindowAttentionLayer, Gathered):
-    """A layer with states whose attention sees the tokens of its window."""
-
-    def __init__(self, places: LayerPlaces, batch: Batch, number_of_states: int) -> None:
-        LinearAttentionAndSlidingWindowAttentionLayer.__init__(self, places.cache.window, number_of_states)
-        self.places, self.batch = places, batch
-
-    columns = GatherWindowLayer.columns
-    update = GatherWindowLayer.update
-    get_mask_sizes = GatherWindowLayer.get_mask_sizes
-    get_seq_length = GatherWindowLayer.get_seq_length
+class GatherHybridWindowLayer(Gathered, LinearAttentionAndSlidingWindowAttentionLayer):
+    """As `GatherHybridLayer`, with a window."""
 
 
 class GatherWay:
@@ -305,19 +265,19 @@ class GatherWay:
         return Step(np.concatenate(tokens), np.zeros_like(lengths), lengths, tables)
 
     def _layer(self, places: LayerPlaces, batch: Batch) -> DummyLayer | LinearAttentionLayer | DynamicLayer:
-        window = places.cache.window
+        window = (places.cache.window,) if places.cache.window else ()
         if not places.states:
             if places.keys is None:
                 return DummyLayer()
             if places.indexer is not None:
                 return GatherIndexedLayer(places, batch)
-            return (GatherWindowLayer if window else GatherLayer)(places, batch)
-        count = 1 + max(place.state.number for place in places.states)
+            return (GatherWindowLayer if window else GatherLayer)(places, batch, *window)
+        count = number_of_states(places)
         layer: LinearAttentionLayer
         if places.keys is None:
             layer = LinearAttentionLayer(count)
         else:
-            layer = (GatherHybridWindowLayer if window else GatherHybridLayer)(places, batch, count)
+            layer = (GatherHybridWindowLayer if window else GatherHybridLayer)(places, batch, *window, count)
         if batch.step.starts[0] > 0:
             for place in places.states:
                 number = place.state.number
