@@ -22,7 +22,7 @@ from torch import Tensor
 
 from kvrelay.kernels.ops import Feeds
 from kvrelay.kernels.triton.checks import check_tensor
-from kvrelay.kernels.triton.launch import Launch, Repeat, launch
+from kvrelay.kernels.triton.launch import Repeat, launch
 
 BLOCK = 2048
 """Number of columns that are copied at a time."""
@@ -92,7 +92,7 @@ class Embed:
         like = table.data_ptr(), rotary.data_ptr(), scale, feeds is None
         known = self._known.get(like)
         if known is None or positions.shape != tokens.shape or (rows is not None and rows.shape != tokens.shape):
-            _check(tokens, rows, sampled, positions, table, rotary)
+            _check(tokens, feeds, positions, table, rotary)
         count, columns, (kinds, _, half_dim) = len(tokens), table.shape[1], rotary.shape
         hidden = torch.empty((count, columns), dtype=table.dtype, device=table.device)
         angles = torch.empty((2, kinds, count, 1, 2 * half_dim), dtype=torch.float32, device=table.device)
@@ -100,7 +100,26 @@ class Embed:
         if not count:
             return hidden, cos, sin
         if known is None:
-            made = _launch(tokens, rows, sampled, positions, table, rotary, scale, (hidden, cos, sin))
+            made = launch(
+                embed_kernel,
+                (count, 1, 1),
+                tokens,
+                rows,
+                sampled,
+                positions,
+                table,
+                rotary,
+                hidden,
+                cos,
+                sin,
+                columns,
+                half_dim,
+                scale,
+                KINDS=kinds,
+                BLOCK=min(BLOCK, triton.next_power_of_2(columns)),
+                HALF=triton.next_power_of_2(half_dim),
+                num_warps=4,
+            )
             fed = () if feeds is None else ("rows", "sampled")
             self._known[like] = made.repeating("tokens", *fed, "positions", "hidden", "cos", "sin")
         else:
@@ -109,14 +128,7 @@ class Embed:
         return hidden, cos, sin
 
 
-def _check(
-    tokens: Tensor,
-    rows: Tensor | None,
-    sampled: Tensor | None,
-    positions: Tensor,
-    table: Tensor,
-    rotary: Tensor,
-) -> None:
+def _check(tokens: Tensor, feeds: Feeds | None, positions: Tensor, table: Tensor, rotary: Tensor) -> None:
     if tokens.dim() != 1 or table.dim() != 2 or rotary.dim() != 3:
         shapes = [list(tensor.shape) for tensor in (tokens, table, rotary)]
         raise ValueError(f"tokens, table and rotary are {shapes}; allowed: [T], [V, N] and [R, 2, D / 2]")
@@ -125,37 +137,6 @@ def _check(
     check_tensor("positions", positions, (count,), table, torch.int64)
     check_tensor("table", table, tuple(table.shape), table)
     check_tensor("rotary", rotary, (len(rotary), 2, rotary.shape[2]), table, torch.float32)
-    if rows is not None and sampled is not None:
-        check_tensor("feeds.rows", rows, (count,), table, torch.int64)
-        check_tensor("feeds.sampled", sampled, (sampled.numel(),), table, torch.int64)
-
-
-def _launch(
-    tokens: Tensor,
-    rows: Tensor | None,
-    sampled: Tensor | None,
-    positions: Tensor,
-    table: Tensor,
-    rotary: Tensor,
-    scale: float,
-    out: tuple[Tensor, Tensor, Tensor],
-) -> Launch:
-    columns, (kinds, _, half_dim) = table.shape[1], rotary.shape
-    return launch(
-        embed_kernel,
-        (len(tokens), 1, 1),
-        tokens,
-        rows,
-        sampled,
-        positions,
-        table,
-        rotary,
-        *out,
-        columns,
-        half_dim,
-        scale,
-        KINDS=kinds,
-        BLOCK=min(BLOCK, triton.next_power_of_2(columns)),
-        HALF=triton.next_power_of_2(half_dim),
-        num_warps=4,
-    )
+    if feeds is not None:
+        check_tensor("feeds.rows", feeds.rows, (count,), table, torch.int64)
+        check_tensor("feeds.sampled", feeds.sampled, (feeds.sampled.numel(),), table, torch.int64)
