@@ -48,7 +48,7 @@ def _unfit(model: ModelConfig, options: EngineConfig, dtype: Dtype | None) -> st
     can."""
     if model.traits.experts is None:
         return ""
-    if model.stored is not None and model.stored.layout == "gguf":
+    if model.is_gguf:
         return "its experts are in a GGUF file"
     parts = options.expert_parallel
     if parts not in (1, options.tensor_parallel):

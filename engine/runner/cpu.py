@@ -36,7 +36,7 @@ from kvrelay.engine.models.fast.parts import MakeAttention, Parts
 from kvrelay.engine.models.fast.slices import Slices, share_hashes
 from kvrelay.engine.models.loads import ExpertLoads
 from kvrelay.engine.models.reading.checkpoint import Checkpoint
-from kvrelay.engine.models.reading.config import ModelConfig, check_degree, check_experts, read_config
+from kvrelay.engine.models.reading.config import check_degree, check_experts, read_config
 from kvrelay.engine.models.reading.packed_cache import DamagedCacheError, PackedCache, packed_path
 from kvrelay.engine.models.reading.stored import check_stored
 from kvrelay.engine.models.spec import ModelSpec
@@ -361,7 +361,7 @@ def _load(
         return load_weights(checkpoint, slices.config, parts.dtype, parts.linear, on_loaded, making=making)
 
     most = options.packed_cache_bytes
-    coded = options.quantization in LAYERS or (options.quantization == "none" and _is_gguf(slices.config))
+    coded = options.quantization in LAYERS or (options.quantization == "none" and slices.config.is_gguf)
     # Spare slots are written to, and what is cached may be shared.
     if team is None or not most or not coded or options.spare_experts:
         return load(None)
@@ -378,10 +378,6 @@ def _load(
         weights = load(cache)
     cache.finish()
     return weights
-
-
-def _is_gguf(config: ModelConfig) -> bool:
-    return config.stored is not None and config.stored.layout == "gguf"
 
 
 def _parts(dtype: torch.dtype, team: Team | None, quantization: Quantization, choice: Sample) -> Parts:

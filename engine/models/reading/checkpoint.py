@@ -230,7 +230,7 @@ def expected_tensors(config: ModelConfig) -> dict[str, Expected]:
         if traits.norm_bias:
             shapes[f"{name}.bias"] = (hidden,)
 
-    if config.stored is not None and config.stored.layout == "gguf":
+    if config.is_gguf:
         linear(EMBEDDING, config.vocab_size, hidden, bias=False)
     else:
         shapes[f"{EMBEDDING}.weight"] = (config.vocab_size, hidden)

@@ -60,6 +60,11 @@ class ModelConfig:
         return self.of or self
 
     @property
+    def is_gguf(self) -> bool:
+        """Whether the weights are in GGUF files."""
+        return self.stored is not None and self.stored.layout == "gguf"
+
+    @property
     def distinct_ropes(self) -> tuple[RopeConfig, ...]:
         """The rotary positions of all layers, each once."""
         return tuple(dict.fromkeys(self.ropes))
@@ -192,13 +197,12 @@ def allowed_degrees(config: ModelConfig, quantization: Quantization = "none", ou
     Args:
         output_block: inputs of a block of the attention's output layers, for types of GGUF, whose blocks stay whole.
     """
-    gguf = config.stored is not None and config.stored.layout == "gguf"
 
     def heads_fit(tensor: int) -> bool:
         if config.heads % tensor or (config.kv_heads % tensor and tensor % config.kv_heads):
             return False
         inputs = config.heads // tensor * config.head_dim
-        return tensor == 1 or inputs % (output_block if gguf else config.group_of(inputs, quantization)) == 0
+        return tensor == 1 or inputs % (output_block if config.is_gguf else config.group_of(inputs, quantization)) == 0
 
     return [tensor for tensor in range(1, min(config.heads, MAX_RANKS) + 1) if heads_fit(tensor)]
 
