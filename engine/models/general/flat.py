@@ -118,8 +118,6 @@ class FlatLayer(DynamicLayer):
 class FlatWindowLayer(FlatLayer, DynamicSlidingWindowLayer):
     """As `FlatLayer`, in a class by which transformers finds the layers that have a window."""
 
-    is_sliding = True
-
     def __init__(self, way: "FlatWay", number: int, places: LayerPlaces) -> None:
         DynamicSlidingWindowLayer.__init__(self, places.cache.window)
         self.way, self.number, self.places = way, number, places
