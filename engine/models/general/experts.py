@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -100,14 +100,8 @@ class Layer:
         return len(self.up.codes if isinstance(self.up, CodedWeight) else self.up) // self.experts
 
 
-Call = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Computes a layer's result [T, hidden] of its input [T, hidden], and [T, top] numbers and shares of the experts."""
-MakeCall = Callable[[Layer], Call]
-
-
-@runtime_checkable
-class Counting(Protocol):
-    """A call that counts the tokens of its experts; `ExpertsCall` has the docstrings."""
+class Call(Protocol):
+    """Computes a layer, and counts the tokens of its experts; `ExpertsCall` has the docstrings."""
 
     @property
     def experts(self) -> int: ...
@@ -115,6 +109,9 @@ class Counting(Protocol):
     def count(self, load: Tensor) -> None: ...
 
     def __call__(self, x: Tensor, chosen: Tensor, shares: Tensor) -> Tensor: ...
+
+
+MakeCall = Callable[[Layer], Call]
 
 
 def swap_experts(model: PreTrainedModel, make: MakeCall) -> int:
@@ -155,8 +152,7 @@ def count_loads(
     Returns:
         What they count; None if they compute no layer, or layers with different numbers of experts.
     """
-    found = [module.__dict__.get(ATTRIBUTE) for module in model.modules()]
-    calls = [call for call in found if isinstance(call, Counting)]
+    calls: list[Call] = [module.__dict__[ATTRIBUTE] for module in model.modules() if ATTRIBUTE in module.__dict__]
     counts = {call.experts for call in calls}
     if len(counts) != 1:
         return None
