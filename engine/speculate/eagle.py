@@ -83,12 +83,12 @@ class EagleProposer:
             step_tokens: that are read behind a step at most.
             most: tokens of a guess at most.
         """
-        self.layers = model.config.layers
+        self.layers = model.layers
         self._model = model
         self._layout = pool.layout
         self._pool = BlockPool(pool.num_blocks)
         # The host doesn't wait for the device before it has planned a pass for each guess.
-        self._attention = parts.attention(pool, model.config.heads, max(most, WARM_UP.most))
+        self._attention = parts.attention(pool, model.heads, max(most, WARM_UP.most))
         self._parts = parts
         self._step_tokens = step_tokens
         self._contexts: dict[int, Context] = {}

@@ -80,6 +80,7 @@ class EagleModel:
     def __init__(self, config: EagleConfig, weights: EagleWeights, target: ModelConfig, parts: Parts) -> None:
         """`target` is the served model's config."""
         self.config = config
+        self.layers, self.heads = config.layers, config.heads
         self.states_width = target.hidden_size
         """Width of the served model's hidden states."""
         self._weights = weights

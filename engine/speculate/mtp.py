@@ -124,15 +124,6 @@ class Plans:
         raise NotImplementedError
 
 
-@dataclass(frozen=True, slots=True)
-class MtpConfig:
-    """The methods of a model that a proposer calls."""
-
-    layers: tuple[int, ...]
-    """As `Proposer.layers`: the last hidden state."""
-    heads: int = 1
-
-
 class MtpModel:
     """The layer, ready to run; an `EagleProposer` guesses by it."""
 
@@ -156,7 +147,7 @@ class MtpModel:
             normed: see `Published.normed`.
         """
         self._normed = normed
-        self.config = MtpConfig((int(served.config.get_text_config(decoder=True).num_hidden_layers),))
+        self.layers, self.heads = (int(served.config.get_text_config(decoder=True).num_hidden_layers),), 1
         self.states_width = join.shape[0]
         self._way, self._given = way, given
         self._token_norm, self._feature_norm, self._last_norm = norms
