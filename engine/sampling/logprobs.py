@@ -1,7 +1,6 @@
 """Log-probabilities of chosen and given tokens, by the model's own distribution."""
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -15,32 +14,18 @@ ROWS_AT_ONCE = 64
 memory."""
 
 
-class ReadScores(Protocol):
-    """`Scores`, or those that several ranks have together."""
-
-    def read(self) -> list[TokenLogprobs]: ...
-
-
-MakeScores = Callable[[Tensor, Tensor, Sequence[int]], ReadScores]
-"""As `Scores`' constructor."""
-
-
-class Scores:
+class ReadScores:
     """Log-probabilities of N tokens, perhaps on their way from a device; `read` them when the step has ended."""
 
-    def __init__(self, logits: Tensor, tokens: Tensor, tops: Sequence[int]) -> None:
+    def __init__(self, own: Tensor, ranks: Tensor, values: Tensor, ids: Tensor, tops: Sequence[int]) -> None:
         """
         Args:
-            logits: float32 [N, V]; overwritten.
-            tokens: int64 [N]; their values mean nothing where the logits aren't finite.
+            own, ranks: [N] of the tokens.
+            values, ids: [N, most] of the likeliest tokens, likeliest first.
             tops: [N] how many of the likeliest tokens are wanted beside each.
         """
         self._tops = tops
-        logits -= logits.logsumexp(-1, keepdim=True)
-        own = logits.gather(-1, tokens.clamp(min=0)[:, None])
-        ranks = (logits > own).sum(-1) + 1
-        values, ids = logits.topk(min(max(tops), logits.shape[1]), -1)
-        self._parts = [part.to("cpu", non_blocking=True) for part in (own.squeeze(-1), ranks, values, ids)]
+        self._parts = [part.to("cpu", non_blocking=True) for part in (own, ranks, values, ids)]
 
     def read(self) -> list[TokenLogprobs]:
         """[N]; on a device, only after the work that was launched before has ended."""
@@ -49,6 +34,27 @@ class Scores:
             TokenLogprobs(own[row], ranks[row], tuple(ids[row][:top]), tuple(values[row][:top]))
             for row, top in enumerate(self._tops)
         ]
+
+
+MakeScores = Callable[[Tensor, Tensor, Sequence[int]], ReadScores]
+"""As `Scores`' constructor."""
+
+
+class Scores(ReadScores):
+    """Log-probabilities of N tokens, from the logits of all tokens."""
+
+    def __init__(self, logits: Tensor, tokens: Tensor, tops: Sequence[int]) -> None:
+        """
+        Args:
+            logits: float32 [N, V]; overwritten.
+            tokens: int64 [N]; their values mean nothing where the logits aren't finite.
+            tops: see `ReadScores`.
+        """
+        logits -= logits.logsumexp(-1, keepdim=True)
+        own = logits.gather(-1, tokens.clamp(min=0)[:, None])
+        ranks = (logits > own).sum(-1) + 1
+        values, ids = logits.topk(min(max(tops), logits.shape[1]), -1)
+        super().__init__(own.squeeze(-1), ranks, values, ids, tops)
 
 
 PromptScores = list[list[ReadScores]]

@@ -22,10 +22,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kvrelay.engine.plan import TokenLogprobs
 from kvrelay.engine.ranks.collective import Place
 from kvrelay.engine.ranks.spans import even_span
 from kvrelay.engine.request import SamplingParams
+from kvrelay.engine.sampling.logprobs import ReadScores
 from kvrelay.engine.sampling.noise import SEED_MASK, exponential, noise_keys
 from kvrelay.engine.sampling.processors import ban
 from kvrelay.engine.sampling.sampler import (
@@ -170,7 +170,7 @@ class Shard:
                 lowest[row] = max(lowest[row], limit)
         return lowest
 
-    def scores(self, logits: Tensor, tokens: Tensor, tops: Sequence[int]) -> "ShardScores":
+    def scores(self, logits: Tensor, tokens: Tensor, tops: Sequence[int]) -> ReadScores:
         """See `Vocabulary.scores`."""
         own = tokens.clamp(min=0) - self._first
         others = (own < 0) | (own >= logits.shape[1])
@@ -190,23 +190,7 @@ class Shard:
         values, ids = (part.transpose(0, 1).flatten(1) for part in (parts[..., 1 : 1 + most], parts[..., 1 + most :]))
         values, order = values.float().sort(stable=True, dim=-1, descending=True)
         ids = ids.gather(-1, order).long()
-        return ShardScores([
-            TokenLogprobs(value, rank, tuple(row_ids[:top]), tuple(row_values[:top]))
-            for value, rank, row_ids, row_values, top in zip(
-                own_value.tolist(), ranks.tolist(), ids.tolist(), values.tolist(), tops, strict=True
-            )
-        ])  # fmt: skip
-
-
-class ShardScores:
-    """Implements `logprobs.ReadScores`."""
-
-    def __init__(self, found: list[TokenLogprobs]) -> None:
-        self._found = found
-
-    def read(self) -> list[TokenLogprobs]:
-        """See `Scores.read`."""
-        return self._found
+        return ReadScores(own_value, ranks, values, ids, tops)
 
 
 def _threshold_of(
