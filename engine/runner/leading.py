@@ -9,20 +9,15 @@ everything; the others know no request and no scheduler.
 
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import msgpack  # type: ignore[import-untyped]  # it ships no types
 
-from kvrelay.engine.kv.layout import FloatDtype
 from kvrelay.engine.kv.writes import WRITTEN, KVWrites, StepWrites
 from kvrelay.engine.plan import StepOutput, StepPlan
 from kvrelay.engine.ranks.collective import Place
 from kvrelay.engine.ranks.plans import PlanReader, PlanWriter
 from kvrelay.engine.runner.base import ModelRunner, Runner, StepHandle, chain_of_steps
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
 
 STEP, RESULT, WARM_UP = b"s", b"r", b"w"
 """First byte of a message to the other ranks."""
@@ -54,17 +49,13 @@ class LeadingStep:
     def __init__(self, step: int, own: StepHandle, ranks: Ranks) -> None:
         self._own = own
         self._ranks = ranks
-        self._written = StepWrites(step, own.written)
-
-    @property
-    def written(self) -> KVWrites:
-        return self._written
+        self.written = StepWrites(step, own.written)
 
     def result(self) -> StepOutput:
         self._ranks.send(RESULT)
         out = self._own.result()
-        self._ranks.committed(self._written.step)
-        self._written.become(WRITTEN)
+        self._ranks.committed(self.written.step)
+        self.written.become(WRITTEN)
         return out
 
 
@@ -79,16 +70,11 @@ class LeadingRunner:
         self.states_shape, self.expert_loads = own.states_shape, own.expert_loads
         self.layout, self.pool, self.pools = own.layout, own.pool, own.pools
         self.cache_layout, self.whole_cache_layout = own.cache_layout, own.whole_cache_layout
+        self.fetch = own.fetch
 
     @property
     def prefill_attention(self) -> str:
         return self._own.prefill_attention
-
-    def fetch(
-        self, states: "Tensor", places: tuple[int, ...], dtype: FloatDtype, then: "Callable[[Tensor], object]"
-    ) -> None:
-        """See `Runner.fetch`."""
-        self._own.fetch(states, places, dtype, then)
 
     def warm_up(self, keep: tuple[int, ...] = ()) -> None:
         """See `Runner.warm_up`."""
