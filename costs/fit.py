@@ -44,25 +44,17 @@ class LinearFit:
         self._strata: dict[int, tuple[list[float], int]] = {}
         """(sums, number of the latest sample) of each stratum. The sums are X'X and X'y as one list, row by row; a row
         of X and y is divided by the whole time."""
-        self._samples = 0
-        self._fresh = 0
-        self._error = 0.0
-        self._coefficients: tuple[float, ...] | None = None
-
-    @property
-    def samples(self) -> int:
+        self.samples = 0
         """Number of samples so far."""
-        return self._samples
-
-    @property
-    def error(self) -> float:
+        self._fresh = 0
+        self.error = 0.0
         """Mean of |predicted - measured| / measured of the latest samples, each predicted before it was measured."""
-        return self._error
+        self._coefficients: tuple[float, ...] | None = None
 
     @property
     def coefficients(self) -> tuple[float, ...] | None:
         """[size] seconds for one of each feature, none negative; None before the first sample."""
-        if self._fresh and (self._fresh >= REFRESH or self._samples < 4 * REFRESH):
+        if self._fresh and (self._fresh >= REFRESH or self.samples < 4 * REFRESH):
             self._coefficients, self._fresh = self._solved(), 0
         return self._coefficients
 
@@ -98,21 +90,21 @@ class LinearFit:
         whole, weight = of or seconds, 1.0
         if (expected := self.predict(features)) is not None:
             off = abs(expected - seconds) / whole
-            limit = max(LEAST_OUTLIER, OUTLIER * self._error)
+            limit = max(LEAST_OUTLIER, OUTLIER * self.error)
             weight = min(1.0, limit / off) if off else 1.0
-            share = 1 / min(self._samples, ERROR_SAMPLES)
-            self._error += share * (min(off, 1.0) - self._error)
+            share = 1 / min(self.samples, ERROR_SAMPLES)
+            self.error += share * (min(off, 1.0) - self.error)
         # A few numbers: lists are faster than arrays.
         row = [each / whole for each in features]
         columns = [*row, seconds / whole]
         added = [weight * one * other for one in row for other in columns]
         sums, _ = self._strata.get(stratum, ([0.0] * len(added), 0))
-        self._samples += 1
+        self.samples += 1
         self._fresh += 1
         keep, weight = KEEP**count, float(count)
         self._strata[stratum] = (
             [keep * old + weight * new for old, new in zip(sums, added, strict=True)],
-            self._samples,
+            self.samples,
         )
 
     def state(self) -> list[list[float]]:
@@ -128,18 +120,18 @@ class LinearFit:
         for numbers in state:
             if len(numbers) != 1 + self._size * (self._size + 1) or not all(map(math.isfinite, numbers)):
                 raise ValueError(f"state has a stratum of {len(numbers)} numbers; this fit has other ones")
-            self._samples += 1
-            self._strata[int(numbers[0])] = [RESTORED * each for each in numbers[1:]], self._samples
+            self.samples += 1
+            self._strata[int(numbers[0])] = [RESTORED * each for each in numbers[1:]], self.samples
         self._fresh = len(state)
 
     def _solved(self) -> tuple[float, ...]:
         """Least squares without negative coefficients: those that would be negative are 0, the worst first."""
-        oldest = self._samples - FORGOTTEN * ALL_SAMPLES
+        oldest = self.samples - FORGOTTEN * ALL_SAMPLES
         for stratum in [stratum for stratum, (_, latest) in self._strata.items() if latest < oldest]:
             del self._strata[stratum]
         total = np.zeros(self._size * (self._size + 1))
         for sums, latest in self._strata.values():
-            total += math.exp((latest - self._samples) / ALL_SAMPLES) * np.asarray(sums)
+            total += math.exp((latest - self.samples) / ALL_SAMPLES) * np.asarray(sums)
         square = total.reshape(self._size, self._size + 1)
         gram, target = square[:, :-1], square[:, -1]
         # Columns of equal length, so that the ridge means the same for each.

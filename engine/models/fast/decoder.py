@@ -143,7 +143,8 @@ class Decoder:
         ranks = [replace(place, rank=rank) for rank in range(place.degree.tensor)]
         self._tokens = [even_span(config.vocab_size, rank).count for rank in ranks] if gathers else []
         """Tokens of each rank of the stage, if each gets all logits."""
-        self._embedding = weights.embedding
+        self.embedding = weights.embedding
+        """[vocab, hidden]; None if it is held in another form."""
         self._weights = weights
         self._ops = ops
         traits = config.traits
@@ -159,11 +160,6 @@ class Decoder:
     def layers(self) -> tuple[Layer, ...]:
         """Weights of the layers, first to last."""
         return self._weights.layers
-
-    @property
-    def embedding(self) -> Tensor | None:
-        """[vocab, hidden]; None if it is held in another form."""
-        return self._embedding
 
     @property
     def norm(self) -> Tensor:
@@ -242,7 +238,7 @@ class Decoder:
 
     def _begin(self, tokens: Tensor, feeds: Feeds | None, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The first layer's input [T, hidden], and cos and sin of the positions, as `Ops.embed`."""
-        rotary, table, part = self._weights.rotary, self._embedding, self._vocabulary
+        rotary, table, part = self._weights.rotary, self.embedding, self._vocabulary
         if table is None:
             return tokens, *rotations(positions, rotary)
         if part.is_whole:

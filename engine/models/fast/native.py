@@ -99,7 +99,8 @@ class NativeDecoder:
         self.place = place
         self._vocabulary = even_span(config.vocab_size, place)
         # Rows of a tied embedding are looked up in the packed head, so it is held once.
-        self._embedding = None if config.tie_embeddings else weights.embedding
+        self.embedding = None if config.tie_embeddings else weights.embedding
+        """As `Decoder.embedding`."""
         self._layers = tuple(map(_with_float_norms, weights.layers))
         attention.turn_by(weights.rotary)
         self._rotations = [config.distinct_ropes.index(rope) for rope in config.ropes]
@@ -140,11 +141,6 @@ class NativeDecoder:
         self._sample_space = torch.empty(workspace_floats(team.threads, self._head.outputs))
         self._sample_args.workspace = self._sample_space.data_ptr()
         self._make_logits(self._head, 1)
-
-    @property
-    def embedding(self) -> Tensor | None:
-        """As `Decoder.embedding`."""
-        return self._embedding
 
     @property
     def norm(self) -> Tensor:
@@ -348,7 +344,7 @@ class NativeDecoder:
             yield self._head
 
     def _embed(self, linear: PackedLinear) -> EmbedArgs:
-        table, head = self._embedding, linear.args(Epilogue.STORE)
+        table, head = self.embedding, linear.args(Epilogue.STORE)
         return EmbedArgs(
             rows=ctypes.addressof(self._steps.rows),
             tokens=ctypes.addressof(self._tokens),

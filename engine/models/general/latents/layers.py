@@ -29,7 +29,8 @@ class Latents:
         self._attending: dict[tuple[int, int, int], Attending] = {}
         self._expanding: dict[tuple[int, int, int], NativeExpanded] = {}
         self._plain = PlainLatents(store)
-        self._native = False
+        self.native = False
+        """Whether kernels attend."""
         self._step: Step | None = None
         self._short: Step | None = None
         self._most = -1
@@ -37,19 +38,14 @@ class Latents:
         self._tokens: Tensor | None = None
         self._planned: set[int] = set()
 
-    @property
-    def native(self) -> bool:
-        """Whether kernels attend."""
-        return self._native
-
     def use_native(self) -> bool:
         """Uses kernels for attention from now on, if they can read the pools of all layers."""
         layers = [places for places in self._store.placing.layers if places.cache.latent]
         if self._store.device.type == "cuda":
-            self._native = True
+            self.native = True
         else:
-            self._native = self._team is not None and all(NativeLatents.fits(self._store, each) for each in layers)
-        return self._native
+            self.native = self._team is not None and all(NativeLatents.fits(self._store, each) for each in layers)
+        return self.native
 
     def plan(self, step: Step) -> None:
         """Begins a step."""
@@ -121,7 +117,7 @@ class Latents:
         self._planned = set()
 
     def _attending_of(self, places: LayerPlaces, weights: Absorbed) -> Attending:
-        if not self._native or places.keys is None or places.values is None:
+        if not self.native or places.keys is None or places.values is None:
             return self._plain
         key = places.keys.track, places.values.track, weights.heads
         if key not in self._attending:
@@ -147,7 +143,7 @@ class Latents:
             for place in (places.keys, places.values)
         )
         keys, values = weights.expand(latents, rotated)
-        if self._native and self._team is not None:
+        if self.native and self._team is not None:
             key = weights.heads, weights.dim, weights.values.shape[2]
             if key not in self._expanding:
                 self._expanding[key] = NativeExpanded(weights, keys.dtype, self._team)
