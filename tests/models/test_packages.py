@@ -20,29 +20,19 @@ from kvrelay.router.request.chat import Conversation
 from kvrelay.router.request.tokenizer import Tokenizer
 from support.checkpoints import make_checkpoint
 from support.gguf_files import write_gguf
-from support.paged import PagedSequences
+from support.paged import logits_by
 
 OUT = 48
 QUESTIONS = (
     "What is the capital of France?",
-    "Name three colors.",
     "Write a haiku about rain.",
-    "Who wrote Hamlet?",
     "What is twelve plus thirty?",
-    "Explain gravity to a child.",
     "Give me a recipe for pancakes.",
-    "Why is the sky blue?",
     "Translate 'good morning' to Spanish.",
     "What is Python?",
-    "List the planets.",
-    "Tell me a joke.",
     "How do I boil an egg?",
-    "What is the speed of light?",
-    "Summarize the story of Cinderella.",
     "What is machine learning?",
     "Suggest a name for a cat.",
-    "How far is the moon?",
-    "What causes tides?",
     "Write a short poem about the sea.",
 )
 
@@ -122,7 +112,7 @@ def test_where_it_cannot_be_had_pico_is_served(capsys: pytest.CaptureFixture[str
 
 @pytest.mark.slow
 def test_smollm2_answers_as_transformers_does() -> None:
-    """Greedy tokens of 20 chats, in float32."""
+    """Greedy tokens of 10 chats, in float32."""
     from transformers import AutoModelForCausalLM
 
     try:
@@ -132,13 +122,11 @@ def test_smollm2_answers_as_transformers_does() -> None:
     model: Any = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
     tokenizer = Tokenizer(made)
     options = EngineConfig(kv_memory_bytes=2**28, quantization="dense")
-    sequences = PagedSequences(build_cpu_runner(made, "float32", options))
+    runner = build_cpu_runner(made, "float32", options)
     for question in QUESTIONS:
         chat = Conversation([{"role": "user", "content": question}])
         prompt = list(asyncio.run(tokenizer.encode_chat(lambda chat=chat: chat, 10_000)))
         with torch.inference_mode():
             answer = model.generate(torch.tensor([prompt]), max_new_tokens=OUT, do_sample=False)[0].tolist()
-        sequence = sequences.add(answer)
-        sequences.compute((sequence, len(answer)))
-        best = sequence.logits[0].argmax(-1).tolist()
+        best = logits_by(runner, answer).argmax(-1).tolist()
         assert best[len(prompt) - 1 : -1] == answer[len(prompt) :], question
