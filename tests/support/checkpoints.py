@@ -1,10 +1,11 @@
 """Tiny random Hugging Face checkpoints, made by transformers, so that they look as real ones do."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tokenizers import processors
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
@@ -131,6 +132,13 @@ def make_checkpoint(
     model.to(getattr(torch, dtype)).save_pretrained(folder, max_shard_size=max_shard_size)
     make_tokenizer(options["vocab_size"]).save_pretrained(folder)
     return folder
+
+
+def change_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    """Changes the tensors of a checkpoint of one file."""
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
 
 
 def copied(folder: Path, to: Path, weights: dict[str, torch.Tensor]) -> Path:

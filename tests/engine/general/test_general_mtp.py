@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -14,6 +14,7 @@ from kvrelay.engine.build import build_engine
 from kvrelay.engine.config import EngineConfig, SpeculationConfig
 from kvrelay.engine.request import Request, SamplingParams
 from kvrelay.engine.speculate.mtp import APART, APART_TYPES, LAST
+from support.checkpoints import change_tensors
 from support.serving import run
 from support.tiny_models import save, tiny_config
 
@@ -23,7 +24,6 @@ FIELDS = {"num_hidden_layers": LAYERS, "max_position_embeddings": 256}
 OPTIONS = EngineConfig(device="cpu", model_path="general", kv_memory_bytes=2**23, threads=1, max_batch_tokens=48)
 COMPLETION = 60
 PROMPTS = [[5, 9, 7, 11, 200], list(range(3, 60)), [3 + (7 * n) % 251 for n in range(21)]]
-WEIGHTS = "model.safetensors"
 
 
 def one_layer(model_type: str) -> PreTrainedModel:
@@ -78,16 +78,13 @@ def published(layer: PreTrainedModel) -> dict[str, Tensor]:
     """The tensors of a model's first layer, as they are in files."""
     with tempfile.TemporaryDirectory() as folder:
         layer.save_pretrained(folder)
-        held = load_file(Path(folder) / WEIGHTS)
+        held = load_file(Path(folder) / "model.safetensors")
     prefix = "model.layers.0."
     return {name.removeprefix(prefix): tensor for name, tensor in held.items() if name.startswith(prefix)}
 
 
-def with_layer(folder: Path, tensors: dict[str, Tensor]) -> Path:
-    held = load_file(folder / WEIGHTS)
-    held |= {name: tensor.contiguous() for name, tensor in tensors.items()}
-    save_file(held, folder / WEIGHTS, {"format": "pt"})
-    return folder
+def add_layer(folder: Path, tensors: dict[str, Tensor]) -> None:
+    change_tensors(folder, lambda held: held.update({name: tensor.contiguous() for name, tensor in tensors.items()}))
 
 
 def served(folder: Path, options: EngineConfig) -> tuple[dict[str, list[int]], int]:
@@ -106,7 +103,7 @@ def test_a_layer_that_predicts_well_halves_the_steps(model_type: str, tmp_path: 
     torch.set_num_threads(1)
     folder = saved(model_type, tmp_path)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    with_layer(folder, distill(model_type, model, 120))
+    add_layer(folder, distill(model_type, model, 120))
     expected, alone = served(folder, OPTIONS)
     speculation = SpeculationConfig("mtp", max_tokens=2, adaptive=False)
     found, steps = served(folder, replace(OPTIONS, speculation=speculation))
@@ -122,10 +119,10 @@ def test_a_checkpoint_without_the_layer_is_refused(tmp_path: Path) -> None:
     layer = {f"{BEHIND}{name}": tensor for name, tensor in published(one_layer("deepseek_v3")).items()}
     hidden, join = 64, f"{BEHIND}eh_proj.weight"
     layer |= {f"{BEHIND}{name}.weight": torch.ones(hidden) for name in ("enorm", "hnorm", "shared_head.norm")}
-    with_layer(folder, layer | {join: torch.zeros(hidden, hidden)})
+    add_layer(folder, layer | {join: torch.zeros(hidden, hidden)})
     with pytest.raises(ValueError, match=r"eh_proj.weight has another shape than \[64, 128\]"):
         build_engine(folder, "float32", options)
     del layer[f"{BEHIND}self_attn.o_proj.weight"]
-    with_layer(save("deepseek_v3", tmp_path, **FIELDS), layer | {join: torch.zeros(hidden, 2 * hidden)})
+    add_layer(save("deepseek_v3", tmp_path, **FIELDS), layer | {join: torch.zeros(hidden, 2 * hidden)})
     with pytest.raises(ValueError, match=r"self_attn.o_proj.weight of the layer .* is missing"):
         build_engine(folder, "float32", options)

@@ -7,11 +7,11 @@ from typing import Literal
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from kvrelay.engine.build import build_engine
 from kvrelay.engine.config import EngineConfig, SpeculationConfig
+from support.checkpoints import change_tensors
 from support.tiny_models import save
 
 OPTIONS = EngineConfig(kv_memory_bytes=2**22, threads=1, device="cpu", max_sequences=4)
@@ -42,14 +42,7 @@ def configured(**fields: object) -> Damage:
 
 def changed(change: Callable[[dict[str, Tensor]], object]) -> Damage:
     """Damage to the tensors."""
-
-    def damage(folder: Path) -> None:
-        path = folder / "model.safetensors"
-        tensors = load_file(path)
-        change(tensors)
-        save_file(tensors, path, metadata={"format": "pt"})
-
-    return damage
+    return lambda folder: change_tensors(folder, change)
 
 
 def with_number(number: float) -> Damage:

@@ -22,7 +22,7 @@ from kvrelay.engine.models.reading import checkpoint, hashes
 from kvrelay.engine.models.reading.checkpoint import Checkpoint
 from kvrelay.engine.report import report_on
 from kvrelay.engine.runner.cpu import build_cpu_runner
-from support.checkpoints import make_checkpoint
+from support.checkpoints import change_tensors, make_checkpoint
 from support.paged import logits_by, logits_of
 
 OPTIONS = EngineConfig(kv_memory_bytes=2**20, threads=1)
@@ -40,12 +40,6 @@ def sharded(model_of: Callable[..., Path]) -> Path:
 def folder(llama: Path, tmp_path: Path) -> Path:
     """A copy to spoil."""
     return Path(shutil.copytree(llama, tmp_path / "model"))
-
-
-def spoil(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
-    tensors = load_file(folder / "model.safetensors")
-    change(tensors)
-    save_file(tensors, folder / "model.safetensors")
 
 
 def test_shards_load_as_one_file_does(llama: Path, sharded: Path) -> None:
@@ -108,13 +102,13 @@ def test_progress_grows_to_one(llama: Path) -> None:
 def test_tensors_that_change_nothing_do_no_harm(tmp_path: Path, architecture: str, extra: str) -> None:
     folder = make_checkpoint(tmp_path, architecture)
     expected = logits_of(folder, TOKENS)
-    spoil(folder, lambda tensors: tensors.update({extra: tensors["model.embed_tokens.weight"].clone()}))
+    change_tensors(folder, lambda tensors: tensors.update({extra: tensors["model.embed_tokens.weight"].clone()}))
     assert torch.equal(logits_of(folder, TOKENS), expected)
 
 
 def changed(change: Callable[[dict[str, Tensor]], object]) -> Damage:
     """Damage to the tensors of the only file."""
-    return lambda folder: spoil(folder, change)
+    return lambda folder: change_tensors(folder, change)
 
 
 def with_content(content: bytes) -> Damage:

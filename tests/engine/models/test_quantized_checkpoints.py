@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
+from support.checkpoints import change_tensors
 from support.paged import logits_of
 from support.stored_layouts import LAYOUTS, SHAPE, quantized
 
@@ -68,9 +68,8 @@ def test_a_weight_that_is_not_finite_is_refused(
     plain: Path, tmp_path: Path, layout: str, end: str, number: float
 ) -> None:
     stored, _ = quantized(plain, tmp_path, layout)
-    tensors, layer = load_file(stored / "model.safetensors"), "model.layers.1.mlp.down_proj"
-    tensors[f"{layer}.{end}"].view(-1)[-1] = number
-    save_file(tensors, stored / "model.safetensors")
+    layer = "model.layers.1.mlp.down_proj"
+    change_tensors(stored, lambda tensors: tensors[f"{layer}.{end}"].view(-1)[-1:].fill_(number))
     with pytest.raises(ValueError, match=f"{layer}: its weight has a number or a scale that is infinite or NaN"):
         logits_of(stored, TOKENS)
 
@@ -82,9 +81,7 @@ def test_a_quantized_checkpoint_is_refused_by_the_place_of_what_cannot_be(plain:
         ValueError, match="quantization is 'int8'; allowed: none, dense; the checkpoint is in gptq already"
     ):
         logits_of(stored, TOKENS, quantization="int8")
-    tensors = load_file(stored / "model.safetensors")
     name = "model.layers.1.mlp.down_proj.g_idx"
-    tensors[name] = tensors[name].flip(0).contiguous()
-    save_file(tensors, stored / "model.safetensors")
+    change_tensors(stored, lambda tensors: tensors.update({name: tensors[name].flip(0).contiguous()}))
     with pytest.raises(ValueError, match=r"layers\.1\.mlp\.down_proj: its inputs are grouped by importance \(desc_act"):
         logits_of(stored, TOKENS)
