@@ -47,7 +47,7 @@ def it(network: Scene) -> Iterator[Scene]:
         network.ask_all(unique("dial", 4), count=2)
         return all(moved(network).values())
 
-    wait_until(dialled, "every pair has a link", 20)
+    wait_until(dialled, "every pair has a link")
     yield network
     network.heal()
 
@@ -111,7 +111,7 @@ def test_a_reset_is_known_at_once_and_costs_no_attempt(it: Scene) -> None:
         started = time.monotonic()
         it.link(*pair).reset()
         weather(it, CLEAR)
-        until(lambda since=started: lost(it, since - 0.002), "the loss was noticed", 3)
+        until(lambda since=started: lost(it, since - 0.002), "the loss was noticed")
         took.append(lost(it, started - 0.002)[0] - started)
         assert [running.result().timeline.retries for running in (request, *others)] == [0] * 3
         whole.append(max(running.ended for running in (request, *others)) - started)
@@ -171,9 +171,9 @@ def freeze(it: Scene, role: str) -> None:
     stopped = time.monotonic()
     gone = MEMBER_STATE_SUSPECT, MEMBER_STATE_DEAD
     suspected = until(lambda: it.cluster.member(frozen).member.state in gone, "suspected")
-    until(lambda: any(line["at"] > stopped for line in it.failures()), "the hand-off was given up", 8)
+    until(lambda: any(line["at"] > stopped for line in it.failures()), "the hand-off was given up")
     given_up = next(line["at"] for line in it.failures() if line["at"] > stopped) - stopped
-    until(lambda: it.cluster.member(frozen).member.state == MEMBER_STATE_DEAD, "declared dead", 5)
+    until(lambda: it.cluster.member(frozen).member.state == MEMBER_STATE_DEAD, "declared dead")
     dead = time.monotonic() - stopped
     weather(it, CLEAR)
     done = request.result()
@@ -185,7 +185,7 @@ def freeze(it: Scene, role: str) -> None:
     # Messages that the zombie has queued must not change the requests that run now.
     for number in range(4):
         it.ask_in_company(f"while {frozen} wakes {number}")
-    wait_until(lambda: it.ended() == [frozen], "the fenced incarnation has ended", seconds=10)
+    wait_until(lambda: it.ended() == [frozen], "the fenced incarnation has ended")
     it.settle(3, but=[frozen])
     it.replace(frozen)
     assert suspected < DETECT_SECONDS

@@ -85,7 +85,7 @@ STATES = {
 def decoding(it: Scene, name: str, length: int) -> Iterator[int]:
     """During the block, a request decodes in the only row; yields the most blocks that it may hold there."""
     request = it.begin(name, length, 90)
-    wait_until(lambda: request.tokens >= 3 and it.held("prefill-0") == 0, f"{name} decodes", seconds=15)
+    wait_until(lambda: request.tokens >= 3 and it.held("prefill-0") == 0, f"{name} decodes")
     yield WORKER_LAYOUT.blocks_for(length + 90) + 1
     request.cancel()
 
@@ -105,7 +105,7 @@ def test_a_cancel_frees_both_sides_by_notice(it: Scene, name: str) -> None:
         def seen() -> Seen:
             return Seen(request.tokens, it.held("prefill-0"), it.held("decode-0"))
 
-        wait_until(lambda: state.reached(seen()), lambda: f"its state; {seen()}", seconds=15)
+        wait_until(lambda: state.reached(seen()), lambda: f"its state; {seen()}")
         if it.chaos is not None and name == "prefilling":
             wait_until(lambda: it.link().passed > before, "bytes move")
         request.cancel()

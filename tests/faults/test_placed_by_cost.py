@@ -12,8 +12,8 @@ from support.faults import PROMPT, Scene, over, prompt_of, scene, until
 from support.hash_worker import STEP_SECONDS
 
 STREAMS = 16
-DEAD_SECONDS = 10.0
-SETTLE_SECONDS, TOLD_SECONDS = 3.0, 0.3
+DEAD_SECONDS = 30.0
+SETTLE_SECONDS, TOLD_SECONDS = 3.0, 1.0
 ANSWER, NEXT = 120, 40
 """Tokens of an answer, and of the next turn's prompt behind it."""
 FAULTS = {"kill": signal.SIGKILL, "freeze": signal.SIGSTOP, "drain": signal.SIGTERM}

@@ -68,7 +68,7 @@ def test_a_zombie_that_wakes_after_a_restart_cannot_fence_its_replacement(it: Sc
     it.restart("supervisor", **options)
     zombie = it.cluster.processes["decode-0"]
     zombie.popen.send_signal(signal.SIGSTOP)
-    wait_until(lambda: it.cluster.member("decode-0").member.state == MEMBER_STATE_DEAD, "dead", 20)
+    wait_until(lambda: it.cluster.member("decode-0").member.state == MEMBER_STATE_DEAD, "dead")
     it.cluster.start("decode-0", *it.cluster.started["decode-0"]).address()
     wait_until(lambda: it.cluster.is_ready("decode-0"), "replaced", START_SECONDS)
     replacement = it.cluster.member("decode-0").member

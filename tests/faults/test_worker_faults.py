@@ -29,7 +29,7 @@ def test_a_drained_worker_moves_its_streams(it: Scene, role: str) -> None:
     it.restart(leaving, drain_seconds=0.5)
     it.order(**{STEP_SECONDS: 0.01})
     running = [it.begin(f"stream {number}", count=160) for number in range(STREAMS)]
-    until(lambda: all(stream.tokens >= 3 for stream in running), "all streams decode", 20)
+    until(lambda: all(stream.tokens >= 3 for stream in running), "all streams decode")
     it.signal(leaving, signal.SIGTERM)
     until(lambda: it.ended() == [leaving], "the drained worker has ended", STOPPED_SECONDS)
     assert it.cluster.processes[leaving].popen.wait(1) == 0
@@ -63,8 +63,8 @@ def test_a_hand_off_with_a_drained_worker_moves(it: Scene, role: str) -> None:
     # Last frames take so long that each pair of workers has a hand-off under way at any time.
     it.order("transfer.frame,index=3:sleep(1)", **{STEP_SECONDS: 0.05})
     running = [it.begin(f"stream {number} over {leaving}", count=4) for number in range(STREAMS)]
-    wait_until(lambda: it.held(leaving), "hand-offs are under way", 20)
-    wait_until(lambda: all(it.held(name) for name in peers), "hand-offs are under way", 20)
+    wait_until(lambda: it.held(leaving), "hand-offs are under way")
+    wait_until(lambda: all(it.held(name) for name in peers), "hand-offs are under way")
     it.signal(leaving, signal.SIGTERM)
     done = [stream.result() for stream in running]
     assert [it.failures(router) for router in it.routers] == [[], []], "no attempt failed"
@@ -87,7 +87,7 @@ def test_twenty_streams_at_a_time_while_a_worker_freezes(it: Scene, role: str) -
     it.order(**{STEP_SECONDS: 0.01})
     frozen = f"{role}-0"
     with asking(it, "beside the frozen one", CLIENTS) as done:
-        until(lambda: it.held(frozen), "it works", 30)
+        until(lambda: it.held(frozen), "it works")
         it.signal(frozen, signal.SIGSTOP)
     retries = sum(completion.timeline.retries for completion in done)
     print(f"{retries} retries of {CLIENTS} requests")
@@ -112,13 +112,13 @@ def test_a_request_that_ends_its_workers_ends_two_and_fails_alone(it: Scene, pla
         it.may_fail.add("poison")
         with asking(it, "innocent", CLIENTS) as done:
             # Not by heartbeats: all may be over before one of them tells of a running request.
-            until(lambda: any(event.kind == "token" for event in list(it.history.events)), "they work", 30)
+            until(lambda: any(event.kind == "token" for event in list(it.history.events)), "they work")
             begun = time.monotonic()
             with pytest.raises(InternalError, match="suspected of ending workers"):
                 it.ask("poison")
             most = 2 if time.monotonic() - begun < TRIAL_SECONDS else 3
         assert len(done) == CLIENTS
-        dead = wait_until(lambda: len(it.ended()) >= 2 and it.ended(), "workers have ended", seconds=20)
+        dead = wait_until(lambda: len(it.ended()) >= 2 and it.ended(), "workers have ended")
         assert 2 <= len(dead) <= most, dead
         it.settle(10, but=dead)
         lines = [line for router in it.routers for line in it.log(router)]

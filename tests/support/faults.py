@@ -267,7 +267,7 @@ class Scene:
     def decoding(self, name: str, count: int = 200, **more: Any) -> tuple[Running, str]:
         """A request that decodes, and the worker where it does; `more` is of `begin`."""
         request = self.begin(name, count=count, **more)
-        wait_until(lambda: request.tokens >= 5, f"{name} decodes", 30)
+        wait_until(lambda: request.tokens >= 5, f"{name} decodes")
         return request, self.serving()
 
     def ended(self) -> list[str]:
@@ -465,7 +465,7 @@ def prompt_of(name: str, length: int = PROMPT) -> list[int]:
     return random.Random(name).choices(range(VOCAB_SIZE), k=length)
 
 
-def until(condition: Callable[[], Any], what: str | Callable[[], str], seconds: float = 5.0) -> float:
+def until(condition: Callable[[], Any], what: str | Callable[[], str], seconds: float = 30.0) -> float:
     """Waits as `wait_until` does; returns the seconds that it took."""
     started = time.monotonic()
     wait_until(condition, what, seconds)

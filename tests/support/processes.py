@@ -43,7 +43,7 @@ STATUS_SECONDS, STATUS_TRIES = 10.0, 4
 MODULES = {"prefill": "kvrelay.prefill_worker", "decode": "kvrelay.decode_worker", "colocated": "kvrelay.worker"}
 
 
-def wait_until(condition: Callable[[], Any], what: str | Callable[[], str], seconds: float = 10.0) -> Any:
+def wait_until(condition: Callable[[], Any], what: str | Callable[[], str], seconds: float = 30.0) -> Any:
     """Polls until `condition()` is true and returns its value; fails naming `what` after `seconds`.
 
     A poll takes time that what is waited for needs: the first ones come 5 ms after each other, later ones after a

@@ -31,7 +31,7 @@ from kvrelay.worker.worker import ColocatedRole
 from support.router_fakes import until
 from support.secrets import METADATA
 
-SECONDS = 10.0
+SECONDS = 30.0
 LONG: dict[str, Any] = {"sampling": {"max_tokens": 400, "top_p": 1.0, "ignore_eos": True}}
 """Fields of a request that runs for a while."""
 ROLES: dict[WorkerRole, RoleFactory] = {"colocated": ColocatedRole, "prefill": PrefillRole, "decode": DecodeRole}

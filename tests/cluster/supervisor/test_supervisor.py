@@ -45,7 +45,7 @@ from kvrelay.rpc.options import channel_options
 from support.router_fakes import until
 from support.secrets import METADATA, credentials
 
-SECONDS = 10.0
+SECONDS = 30.0
 
 
 class FakeMember:
