@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from support.router_fakes import Background
+from support.router_fakes import background
 
 ROOT = Path(__file__).resolve().parent.parent
 LINKS = ROOT / "src" / "kvrelay"
@@ -194,8 +194,8 @@ def test_the_light_client_streams_with_grpcio_and_protobuf_only(
         [*pip, "install", "--quiet", "--no-index", "--no-deps", client_wheel[0]], check=True, timeout=120, cwd="/"
     )
     subprocess.run([*pip, "check"], check=True, timeout=60, cwd="/")
-    with Background(tmp_path, lambda index: 40 + index) as background:
-        address = background.cluster.router.address
+    with background(tmp_path, lambda index: 40 + index) as cluster:
+        address = cluster.router.address
         done = subprocess.run(
             [python, "-I", "-c", LIGHT_CLIENT, address], timeout=60, capture_output=True, text=True, cwd="/"
         )

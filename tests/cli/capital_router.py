@@ -2,11 +2,12 @@
 
 import asyncio
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 import grpc
+from anyio.from_thread import start_blocking_portal
 
 from kvrelay.v1.inference_pb2 import (
     FINISH_REASON_LENGTH,
@@ -61,26 +62,18 @@ class CapitalRouter(InferenceServiceServicer):
         return GetModelInfoResponse(name="capitals", has_chat_template=self._has_chat_template)
 
 
+@asynccontextmanager
+async def _served(router: CapitalRouter) -> AsyncIterator[str]:
+    server = grpc.aio.server()
+    add_InferenceServiceServicer_to_server(router, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    yield f"127.0.0.1:{port}"
+    await server.stop(0.2)
+
+
 @contextmanager
 def serving(router: CapitalRouter) -> Iterator[str]:
-    """Runs the router on a loop of its own; host:port."""
-    address: list[str] = []
-    started, stop = threading.Event(), threading.Event()
-
-    async def serve() -> None:
-        server = grpc.aio.server()
-        add_InferenceServiceServicer_to_server(router, server)
-        address.append(f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}")
-        await server.start()
-        started.set()
-        await asyncio.to_thread(stop.wait)
-        await server.stop(0.2)
-
-    thread = threading.Thread(target=lambda: asyncio.run(serve()))
-    thread.start()
-    try:
-        assert started.wait(SECONDS)
-        yield address[0]
-    finally:
-        stop.set()
-        thread.join(SECONDS)
+    """Runs the router in a thread; host:port."""
+    with start_blocking_portal() as portal, portal.wrap_async_context_manager(_served(router)) as address:
+        yield address

@@ -38,7 +38,7 @@ from kvrelay.cli.bench.run import Bench, measure
 from kvrelay.cli.bench.workload import Ask, asks, offsets
 from kvrelay.cluster.errors import UsageError
 from support.browser import browser
-from support.router_fakes import Background, until
+from support.router_fakes import background, until
 
 
 class Server:
@@ -167,8 +167,8 @@ def test_figures_are_those_of_vllm_bench_serve() -> None:
 
 
 def test_both_faces_measure_the_same_requests(tmp_path: Path) -> None:
-    with Background(tmp_path / "cluster", lambda index: 40 + index % 9, http_port=0) as background:
-        router = background.cluster.router
+    with background(tmp_path / "cluster", lambda index: 40 + index % 9, http_port=0) as cluster:
+        router = cluster.router
         targets = {"grpc": router.address, "http": f"http://{router.http_address}"}
         found = {}
         for face, target in targets.items():
@@ -195,11 +195,11 @@ def test_both_faces_measure_the_same_requests(tmp_path: Path) -> None:
 
 
 async def test_the_report_needs_nothing_from_elsewhere_and_shows_in_a_browser(tmp_path: Path) -> None:
-    with Background(tmp_path / "cluster", lambda index: 40 + index % 9, http_port=0) as background:
+    with background(tmp_path / "cluster", lambda index: 40 + index % 9, http_port=0) as cluster:
         report = tmp_path / "report.html"
         result = await asyncio.to_thread(
             call,
-            *("bench", "--target", background.cluster.router.address, "--num-prompts", "20"),
+            *("bench", "--target", cluster.router.address, "--num-prompts", "20"),
             *("--sweep", "concurrency=1,4", "--input-tokens", "8", "--output-tokens", "6", "--html", report),
         )
         assert result.exit_code == 0, result.output

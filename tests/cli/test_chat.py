@@ -8,7 +8,7 @@ import pytest
 from capital_router import SECONDS, CapitalRouter, serving
 from command import call
 
-from support.router_fakes import Background
+from support.router_fakes import background
 from support.terminal import CTRL_C, CTRL_D, Terminal
 
 COMMAND = [sys.executable, "-m", "kvrelay.cli", "chat"]
@@ -95,11 +95,11 @@ def test_a_model_without_a_chat_template_is_told_before_the_first_message() -> N
 def test_a_router_applies_its_template_to_all_that_was_said(tmp_path: Path) -> None:
     template = tmp_path / "template.jinja"
     template.write_text("{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}")
-    with Background(tmp_path / "cluster", lambda index: 40 + index, chat_template=str(template)) as background:
-        target = background.cluster.router.address
+    with background(tmp_path / "cluster", lambda index: 40 + index, chat_template=str(template)) as cluster:
+        target = cluster.router.address
         result = call("chat", "--target", target, "--max-tokens", "3", "--temperature", "0", said="one\ntwo\n")
         assert result.exit_code == 0, result.stderr
-        first, second = (record.prompt_tokens for record in background.cluster.records)
+        first, second = (record.prompt_tokens for record in cluster.records)
     assert second > first, "it has the first message and its answer, too"
     assert len(result.stdout.splitlines()) == 2
     assert result.stderr.count("the answer was cut") == 2

@@ -13,7 +13,7 @@ from capital_router import CapitalRouter
 from command import KVRELAY, LISTENING_TO_CTRL_C, call, fails, run
 
 from kvrelay.cluster.state import ClusterState, save
-from support.router_fakes import Background, key_file
+from support.router_fakes import background, key_file
 from support.secrets import self_signed
 
 SECONDS = 30.0
@@ -21,18 +21,8 @@ SECONDS = 30.0
 
 def test_the_text_is_printed_and_missing_options_are_left_to_the_router(router: CapitalRouter, target: str) -> None:
     save(ClusterState(pid=None, namespace="kvrelay", router=target))
-    options = [
-        "--max-tokens",
-        "7",
-        "--temperature",
-        "0",
-        "--seed",
-        str(2**64 - 1),
-        "--ignore-eos",
-        "--slo-class",
-        "batch",
-    ]
-    for given in ([], options):
+    options = f"--max-tokens 7 --temperature 0 --seed {2**64 - 1} --ignore-eos --slo-class batch"
+    for given in ([], options.split()):
         result = call("generate", "héllo", *given)
         assert (result.exit_code, result.stdout) == (0, "HÉLLO\n")
     plain, given = (request.sampling for request in router.requests)
@@ -65,8 +55,8 @@ def test_generate_takes_its_prompt_from_stdin(router: CapitalRouter, target: str
 
 
 def test_generate_names_the_request_for_doctor(tmp_path: Path) -> None:
-    with Background(tmp_path, lambda index: 40 + index, http_port=0) as background:
-        router = background.cluster.router
+    with background(tmp_path, lambda index: 40 + index, http_port=0) as cluster:
+        router = cluster.router
         generate = ("generate", "hello", "--target", router.address, "--max-tokens", "2")
         names = {each["request_id"] for each in json.loads(call(*generate, "--json", "--n", "2").stdout)["completions"]}
         (name,) = names
@@ -103,8 +93,8 @@ def test_generate_reaches_a_router_with_tls_and_api_keys(tmp_path: Path, monkeyp
     certificate, key = self_signed(tmp_path)
     keys = key_file(tmp_path, secret="")
     options = {"tls_certificate": str(certificate), "tls_key": str(key), "api_keys": keys}
-    with Background(tmp_path, lambda index: 40 + index, **options) as background:
-        target = background.cluster.router.address
+    with background(tmp_path, lambda index: 40 + index, **options) as cluster:
+        target = cluster.router.address
         asked = ("generate", "hello", "--target", target, "--max-tokens", "2", "--json")
         trusted = (*asked, "--ca", str(certificate))
         assert json.loads(call(*trusted, "--api-key", "secret").stdout)["token_ids"] == [40, 41]

@@ -3,9 +3,10 @@
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import grpc
@@ -32,17 +33,26 @@ from kvrelay.rpc.identity import role_name
 from support.terminal import Terminal
 
 
+@contextmanager
+def listening(add: Callable[[grpc.Server], None]) -> Iterator[str]:
+    """The address of a server with what `add` adds to it."""
+    server = grpc.server(ThreadPoolExecutor(2))
+    add(server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        server.stop(None).wait()
+
+
 @pytest.fixture
 def router(request: pytest.FixtureRequest) -> Iterator[str]:
     """The address of a router with this health."""
-    server = grpc.server(ThreadPoolExecutor(2))
     servicer = health.HealthServicer()
     servicer.set("", request.param)
-    health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    server.start()
-    yield f"127.0.0.1:{port}"
-    server.stop(None).wait()
+    with listening(partial(health_pb2_grpc.add_HealthServicer_to_server, servicer)) as address:
+        yield address
 
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -93,15 +103,9 @@ def member(name: str, role: Role, compatibility: str = "") -> Member:
 @contextmanager
 def supervised(members: list[Member]) -> Iterator[None]:
     """A cluster whose supervisor tells of these members."""
-    server = grpc.server(ThreadPoolExecutor(2))
-    add_SupervisorServiceServicer_to_server(FakeSupervisor(members), server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    server.start()
-    try:
-        save(ClusterState(pid=None, namespace="kvrelay", supervisor=f"127.0.0.1:{port}"))
+    with listening(partial(add_SupervisorServiceServicer_to_server, FakeSupervisor(members))) as address:
+        save(ClusterState(pid=None, namespace="kvrelay", supervisor=address))
         yield
-    finally:
-        server.stop(None).wait()
 
 
 def told_of(members: list[Member]) -> tuple[str, Any]:

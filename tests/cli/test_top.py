@@ -20,7 +20,7 @@ from kvrelay.cli.top import run as top_run
 from kvrelay.cli.top.model import MOST_DECISIONS, SORTS, Model
 from kvrelay.cli.top.view import BAR_CELLS, frame
 from kvrelay.client import Client
-from support.router_fakes import Background, until
+from support.router_fakes import background, until
 from support.terminal import Terminal
 
 
@@ -175,8 +175,8 @@ def test_what_matters_most_is_never_cut(columns: int, wide: bool) -> None:
 
 @pytest.mark.more
 def test_one_frame_of_a_real_router(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with Background(tmp_path / "cluster", lambda index: 40 + index % 9, http_port=0) as background:
-        router = background.cluster.router
+    with background(tmp_path / "cluster", lambda index: 40 + index % 9, http_port=0) as cluster:
+        router = cluster.router
         target = f"http://{router.http_address}"
         with Client(router.address) as client:
             client.complete([1, 2, 3], max_tokens=4, temperature=0, request_id="mine")
@@ -210,8 +210,8 @@ def test_one_frame_of_a_real_router(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_mistakes_are_one_line(tmp_path: Path, nobody: str) -> None:
-    with Background(tmp_path / "cluster", lambda index: 40, http_port=0, page=False) as background:
-        target = f"http://{background.cluster.router.http_address}"
+    with background(tmp_path / "cluster", lambda index: 40, http_port=0, page=False) as cluster:
+        target = f"http://{cluster.router.http_address}"
         for code, words, arguments in (
             (1, "it has no page; the router's options", ("--once", "--target", target)),
             (1, nobody, ("--once", "--target", nobody)),

@@ -27,18 +27,19 @@ from kvrelay.client import (
 )
 from kvrelay.client.messages import GenerateOptions, generate_request
 from kvrelay.v1 import inference_pb2 as pb
-from support.router_fakes import Background, Job, decode_of, fake, pair, silent, token_at, tokens, until
+from support.processes import wait_until
+from support.router_fakes import FakeCluster, Job, background, decode_of, fake, pair, silent, token_at, tokens, until
 from support.scenes import Serve
 
 
 @pytest.fixture(scope="module")
-def background(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Background]:
-    with Background(tmp_path_factory.mktemp("router"), token_at) as background:
-        yield background
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeCluster]:
+    with background(tmp_path_factory.mktemp("router"), token_at) as cluster:
+        yield cluster
 
 
-def test_the_chunks_of_a_stream_are_its_completion(background: Background) -> None:
-    with Client(background.cluster.router.address, timeout=10) as client:
+def test_the_chunks_of_a_stream_are_its_completion(cluster: FakeCluster) -> None:
+    with Client(cluster.router.address, timeout=10) as client:
         chunks = list(client.generate("hello", max_tokens=6, temperature=0))
         assert all(chunk.finish_reason is chunk.usage is chunk.timeline is None for chunk in chunks[:-1])
         completion = client.complete("hello", max_tokens=6, temperature=0)
@@ -55,8 +56,8 @@ def test_the_chunks_of_a_stream_are_its_completion(background: Background) -> No
         assert client.model_info().max_context == 64
 
 
-def test_several_completions(background: Background) -> None:
-    with Client(background.cluster.router.address, timeout=20) as client:
+def test_several_completions(cluster: FakeCluster) -> None:
+    with Client(cluster.router.address, timeout=20) as client:
         chunks = list(client.generate("hello", max_tokens=6, n=3, seed=7))
         assert {chunk.index for chunk in chunks} == {0, 1, 2}
         ended = [chunk.index for chunk in chunks if chunk.finish_reason]
@@ -76,7 +77,7 @@ def test_several_completions(background: Background) -> None:
             client.complete("hello", n=3)
 
     async def test() -> None:
-        async with AsyncClient(background.cluster.router.address, timeout=20) as client:
+        async with AsyncClient(cluster.router.address, timeout=20) as client:
             again = await client.completions("hello", max_tokens=6, n=3, seed=7)
             assert [each.seed for each in again] == [each.seed for each in done]
             with pytest.raises(InvalidRequest, match="allowed: 1 here"):
@@ -86,8 +87,7 @@ def test_several_completions(background: Background) -> None:
 
 
 @pytest.mark.parametrize("how", ["close", "del", "with"])
-def test_leaving_a_stream_cancels_it_on_the_workers(background: Background, how: str) -> None:
-    cluster = background.cluster
+def test_leaving_a_stream_cancels_it_on_the_workers(cluster: FakeCluster, how: str) -> None:
     worker = cluster.workers["decode-0"]
     worker.script, script = silent, worker.script
     before = len(worker.jobs)
@@ -103,14 +103,14 @@ def test_leaving_a_stream_cancels_it_on_the_workers(background: Background, how:
             else:
                 del stream
                 gc.collect()
-            background.wait(lambda: len(worker.jobs) > before)
-            background.wait(lambda: all(job.cancelled.is_set() for job in worker.jobs[before:]))
+            wait_until(lambda: len(worker.jobs) > before, "a job")
+            wait_until(lambda: all(job.cancelled.is_set() for job in worker.jobs[before:]), "it is cancelled")
     finally:
         worker.script = script
 
 
-def test_errors_of_the_blocking_client(background: Background) -> None:
-    with Client(background.cluster.router.address) as client:
+def test_errors_of_the_blocking_client(cluster: FakeCluster) -> None:
+    with Client(cluster.router.address) as client:
         with pytest.raises(InvalidRequest, match=r"sampling\.top_p is 2\.0") as caught:
             client.complete("hello", top_p=2.0)
         assert caught.value.code is grpc.StatusCode.INVALID_ARGUMENT
@@ -126,8 +126,8 @@ def test_errors_of_the_blocking_client(background: Background) -> None:
         client.complete("hello", timeout=10)
 
 
-def test_one_client_serves_many_threads(background: Background) -> None:
-    with Client(background.cluster.router.address, timeout=20) as client, ThreadPoolExecutor(16) as threads:
+def test_one_client_serves_many_threads(cluster: FakeCluster) -> None:
+    with Client(cluster.router.address, timeout=20) as client, ThreadPoolExecutor(16) as threads:
         done = list(threads.map(lambda _: client.complete("hello", max_tokens=9), range(16)))
     assert [completion.token_ids for completion in done] == [tokens(9)] * 16
 

@@ -6,11 +6,9 @@ import hashlib
 import json
 import subprocess
 import sys
-import threading
 import uuid
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from concurrent.futures import Future
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -19,6 +17,7 @@ from typing import Any
 
 import aiohttp
 import grpc
+from anyio.from_thread import start_blocking_portal
 
 from kvrelay.client import AsyncClient, Completion, Prompt
 from kvrelay.internal.v1.supervisor_pb2 import MEMBER_STATE_READY, AttendRequest, AttendResponse, Member, MemberState
@@ -637,40 +636,17 @@ def run(test: Callable[[], Awaitable[None]], seconds: float = 60.0) -> None:
     asyncio.run(main())
 
 
-class Background:
-    """A fake cluster whose event loop runs in a thread, for the blocking client."""
+@contextlib.contextmanager
+def background(folder: Path, tokens: Callable[[int], int], **config: Any) -> Iterator[FakeCluster]:
+    """A fake cluster whose event loop runs in a thread, for tests whose own code blocks.
 
-    def __init__(self, folder: Path, tokens: Callable[[int], int], **config: Any) -> None:
-        """
-        Args:
-            tokens: the token that the workers send at each index.
-            config: options of the router.
-        """
-        self._folder = folder
-        self._tokens = tokens
-        self._config = config
-        self._stop = asyncio.Event()
-        self._ready: Future[FakeCluster] = Future()
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._main()))
-
-    def __enter__(self) -> "Background":
-        self._thread.start()
-        self.cluster = self._ready.result(60)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._loop.call_soon_threadsafe(self._stop.set)
-        self._thread.join(20)
-        assert not self._thread.is_alive()
-
-    async def _main(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        async with fake_cluster(self._folder, *pair(self._tokens), **self._config) as cluster:
-            self._ready.set_result(cluster)
-            await self._stop.wait()
-
-    def wait(self, condition: Callable[[], Any], seconds: float = 20.0) -> None:
-        asyncio.run_coroutine_threadsafe(until(condition, "condition", seconds), self._loop).result(seconds + 5)
+    Args:
+        tokens: the token that the workers send at each index.
+        config: options of the router.
+    """
+    cluster = fake_cluster(folder, *pair(tokens), **config)
+    with start_blocking_portal() as portal, portal.wrap_async_context_manager(cluster) as made:
+        yield made
 
 
 @asynccontextmanager
