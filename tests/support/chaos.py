@@ -11,13 +11,14 @@ import json
 import math
 import socket
 import struct
-import threading
 from asyncio import StreamReader, StreamWriter
 from collections import defaultdict
 from collections.abc import Callable, Coroutine
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any, Literal, Self, TypeVar
+
+from anyio.from_thread import start_blocking_portal
 
 T = TypeVar("T")
 Address = tuple[str, int]
@@ -25,7 +26,6 @@ Address = tuple[str, int]
 PROXY_HOST = "127.0.0.2"
 """Address of the proxies, between the hosts of decode and prefill workers; `support.detours` explains the order."""
 PIECE = 64 * 2**10
-CALL_SECONDS = 10.0
 RESET_ON_CLOSE = struct.pack("ii", 1, 0)
 """SO_LINGER with a timeout of 0: closing sends RST."""
 
@@ -149,8 +149,7 @@ class Chaos:
     def __init__(self) -> None:
         self.desk = ""
         """Address of the desk that `support.detours` asks, as host:port."""
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="chaos")
+        self._stack = ExitStack()
         self._proxies: dict[tuple[str, str], Proxy] = defaultdict(lambda: Proxy(self))
         self._names: dict[Address, str] = {}
         self._servers: list[asyncio.Server] = []
@@ -170,14 +169,7 @@ class Chaos:
 
     def call(self, function: Callable[..., T], *arguments: Any) -> T:
         """Calls `function` in the proxies' thread and returns its result."""
-
-        async def run() -> T:
-            return function(*arguments)
-
-        return self._await(run())
-
-    def _await(self, work: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result(CALL_SECONDS)
+        return self._portal.call(function, *arguments)
 
     async def _answer(self, reader: StreamReader, writer: StreamWriter) -> None:
         """A decode worker names its address, or a prefill worker asks where to dial instead of one."""
@@ -201,23 +193,14 @@ class Chaos:
         return address
 
     def __enter__(self) -> Self:
-        self._thread.start()
-        self.desk = "{}:{}".format(*self._await(self.serve(self._answer)))
+        self._portal = self._stack.enter_context(start_blocking_portal())
+        self.desk = "{}:{}".format(*self._portal.call(self.serve, self._answer))
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._await(self._close())
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(CALL_SECONDS)
-        self._loop.close()
-
-    async def _close(self) -> None:
         for server in self._servers:
-            server.close()
-        tasks = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+            self.call(server.close)
+        self._stack.close()  # cancels what is left
 
 
 def abort(*sinks: StreamWriter) -> None:
