@@ -23,11 +23,9 @@ from kvrelay.transfer.protocol.events import State
 from support.simulation.damage import DAMAGES
 from support.simulation.world import Explored, World, explore, run_world, trace
 
-SEEDS, MORE_SEEDS, MANY_SEEDS = 250, 1000, 100_000
-NOISY_SEEDS, MORE_NOISY_SEEDS, MANY_NOISY_SEEDS = 150, 500, 3000
+MANY_SEEDS = 100_000
 NOISE = 0.3
 """Share of the frames that are damaged in a noisy world."""
-RANKED_SEEDS, MORE_RANKED_SEEDS, MANY_RANKED_SEEDS = 100, 300, 10_000
 OVERTAKEN = 8254
 """A world in which a frame could overtake one of the same hand-off and link that waited for its step."""
 SLICE = 500
@@ -35,6 +33,17 @@ SEED = os.environ.get("KVRELAY_SEED")
 
 pytestmark = pytest.mark.timeout(1800)
 many_seeds = pytest.mark.skipif(SEED is not None, reason="needs more than one seed")
+
+
+def seeds(some: int, *further: int, always: Sequence[int] = ()) -> pytest.MarkDecorator:
+    """Runs a test over the first seeds, and `always` these; over those up to each further number in later tiers."""
+    ends = [(some, "some", ()), *zip(further, ("more", "many"), (pytest.mark.more, pytest.mark.slow), strict=False)]
+    begins = [0, some, *further]
+    cases = [
+        pytest.param([*range(begin, end), *(() if begin else always)], marks=marks, id=name)
+        for begin, (end, name, marks) in zip(begins, ends, strict=False)
+    ]
+    return pytest.mark.parametrize("seeds", cases)
 
 
 Transition = tuple[str, str, str, str]
@@ -104,9 +113,7 @@ def check(explored: Explored) -> None:
             assert actions <= table[transition], f"{transition} returns {actions - table[transition]}, too"
 
 
-@pytest.mark.parametrize(
-    "seeds", [range(SEEDS), pytest.param(range(SEEDS, MORE_SEEDS), marks=pytest.mark.more)], ids=["some", "more"]
-)
+@seeds(250, 1000)
 def test_no_interleaving_breaks_a_guarantee_or_leaves_the_table(seeds: Sequence[int]) -> None:
     if SEED is not None:
         seeds = [int(SEED)]
@@ -117,15 +124,7 @@ def test_no_interleaving_breaks_a_guarantee_or_leaves_the_table(seeds: Sequence[
 
 
 @many_seeds
-@pytest.mark.parametrize(
-    "seeds",
-    [
-        range(NOISY_SEEDS),
-        pytest.param(range(NOISY_SEEDS, MORE_NOISY_SEEDS), marks=pytest.mark.more),
-        pytest.param(range(MORE_NOISY_SEEDS, MANY_NOISY_SEEDS), marks=pytest.mark.slow),
-    ],
-    ids=["some", "more", "many"],
-)
+@seeds(150, 500, 3000)
 def test_no_damage_is_committed(seeds: Sequence[int]) -> None:
     """Bytes that differ from those that the sender read never become KV or hidden states, and nothing leaks."""
     explored = run_seeds(seeds, noise=NOISE)
@@ -136,15 +135,7 @@ def test_no_damage_is_committed(seeds: Sequence[int]) -> None:
 
 
 @many_seeds
-@pytest.mark.parametrize(
-    "seeds",
-    [
-        [*range(RANKED_SEEDS), OVERTAKEN],
-        pytest.param(range(RANKED_SEEDS, MORE_RANKED_SEEDS), marks=pytest.mark.more),
-        pytest.param(range(MORE_RANKED_SEEDS, MANY_RANKED_SEEDS), marks=pytest.mark.slow),
-    ],
-    ids=["some", "more", "many"],
-)
+@seeds(100, 300, 10_000, always=[OVERTAKEN])
 def test_no_interleaving_breaks_a_guarantee_between_workers_of_several_ranks(seeds: Sequence[int]) -> None:
     """Their numbers of ranks differ, and any link between two ranks may be lost."""
     explored = run_seeds(seeds, ranks=True)

@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from queue import SimpleQueue
 from types import SimpleNamespace
 
@@ -52,6 +52,14 @@ class Started:
         self.thread = EngineThread(self.engine, self.steps.put, self.failures.put)  # type: ignore[arg-type]  # scripted
         self.thread.start()
 
+    def step_by(self, step: Callable[[], list[object]]) -> None:
+        """Gives the engine work, which `step` does."""
+
+        def give_work() -> None:
+            self.engine.step, self.engine.work = step, 1  # type: ignore[method-assign]
+
+        self.thread.post(give_work)
+
 
 def test_an_idle_engine_steps_once_a_command_gives_it_work(started: Started) -> None:
     def give_work() -> None:
@@ -69,11 +77,7 @@ def test_a_step_without_progress_is_reported_too(started: Started) -> None:
         started.engine.steps = 1
         return []
 
-    def give_work() -> None:
-        started.engine.step = step  # type: ignore[method-assign]
-        started.engine.work = 1
-
-    started.thread.post(give_work)
+    started.step_by(step)
     assert started.steps.get(timeout=SECONDS) == []
 
 
@@ -91,10 +95,7 @@ def test_a_step_that_only_preempted_is_reported_and_tried_again(started: Started
         started.engine.steps += 1
         return ["computed"]
 
-    def give_work() -> None:
-        started.engine.step, started.engine.work = step, 1  # type: ignore[method-assign]
-
-    started.thread.post(give_work)
+    started.step_by(step)
     assert started.steps.get(timeout=SECONDS) == []
     assert started.steps.get(timeout=SECONDS) == ["computed"]
 
@@ -137,10 +138,7 @@ def test_a_pause_once_makes_no_step_a_slow_one(monkeypatch: pytest.MonkeyPatch, 
             over.set()
         return [None]
 
-    def give_work() -> None:
-        started.engine.step, started.engine.work = step, 1  # type: ignore[method-assign]
-
-    started.thread.post(give_work)
+    started.step_by(step)
     assert over.wait(SECONDS)
     assert slow[1:] == pytest.approx([0.0, 0.1, 0.1, 0.2, 0.2, 5.0], rel=0.01)
 
@@ -161,10 +159,7 @@ def test_looks_at_requests_that_lack_blocks_are_no_steps(monkeypatch: pytest.Mon
             over.set()
         return []
 
-    def give_work() -> None:
-        started.engine.step, started.engine.work = step, 1  # type: ignore[method-assign]
-
-    started.thread.post(give_work)
+    started.step_by(step)
     assert over.wait(SECONDS)
     assert looks[0] > 0
     assert looks == [looks[0]] * 5
