@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 
@@ -32,6 +32,7 @@ from kvrelay.rpc.credentials import Credentials
 from support.forks import Forked
 from support.secrets import Secrets, credentials
 
+T = TypeVar("T")
 START_SECONDS = 90.0
 STOP_SECONDS = 30.0
 PATIENCE = {"suspect_seconds": 3.0, "dead_seconds": 6.0}
@@ -67,6 +68,18 @@ def free_port() -> int:
                 probe.bind(("127.0.0.1", port))
                 return port
     raise RuntimeError("no free port")
+
+
+def patiently(ask: Callable[[], T]) -> T:
+    """The answer of a supervisor. It ends connections whose client doesn't answer a ping within a second, as a test
+    process on a busy machine may, so a lost connection is made again."""
+    for _ in range(STATUS_TRIES - 1):
+        try:
+            return ask()
+        except grpc.RpcError as error:
+            if error.code() not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+                raise
+    return ask()
 
 
 class Process:
@@ -251,20 +264,10 @@ class ProcessCluster:
         return self._access.blocking_channel(self.supervisor, "supervisor")
 
     def status(self) -> GetStatusResponse:
-        """The supervisor's status. It ends connections whose client doesn't answer a ping within a second, as a test
-        process on a busy machine may, so a lost connection is made again."""
-        for _ in range(STATUS_TRIES - 1):
-            try:
-                return self._ask_status()
-            except grpc.RpcError as error:
-                if error.code() not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
-                    raise
-        return self._ask_status()
-
-    def _ask_status(self) -> GetStatusResponse:
-        return SupervisorServiceStub(self._supervisor_channel).GetStatus(
-            GetStatusRequest(), timeout=STATUS_SECONDS, wait_for_ready=True, metadata=self._access.metadata
-        )
+        """The supervisor's status."""
+        ask = SupervisorServiceStub(self._supervisor_channel).GetStatus
+        options = {"timeout": STATUS_SECONDS, "wait_for_ready": True, "metadata": self._access.metadata}
+        return patiently(lambda: ask(GetStatusRequest(), **options))
 
     def member(self, name: str) -> MemberStatus:
         """The supervisor's status of a member; empty if it doesn't know it."""

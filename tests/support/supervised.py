@@ -25,7 +25,7 @@ from kvrelay.internal.v1.supervisor_pb2 import (
 from kvrelay.internal.v1.supervisor_pb2_grpc import SupervisorServiceStub
 from support.forks import MEMBERS, left_of
 from support.hash_worker import MODULE
-from support.processes import PATIENCE, START_SECONDS, Process, wait_until
+from support.processes import PATIENCE, START_SECONDS, STATUS_SECONDS, Process, patiently, wait_until
 from support.secrets import METADATA
 
 
@@ -64,8 +64,12 @@ class Supervised:
             self.process.popen.communicate()
 
     def status(self) -> GetStatusResponse:
-        with grpc.insecure_channel(self.address) as channel:
-            return SupervisorServiceStub(channel).GetStatus(GetStatusRequest(), timeout=5, metadata=METADATA)
+        def ask() -> GetStatusResponse:
+            with grpc.insecure_channel(self.address) as channel:
+                stub = SupervisorServiceStub(channel)
+                return stub.GetStatus(GetStatusRequest(), timeout=STATUS_SECONDS, metadata=METADATA)
+
+        return patiently(ask)
 
     def member(self, name: str) -> MemberStatus:
         return next((status for status in self.status().members if status.member.name == name), MemberStatus())

@@ -1,6 +1,7 @@
 """Placement of members: each role is spread over the nodes, and workers are near those that they hand KV over to."""
 
 import json
+import os
 import subprocess
 import sys
 from collections import Counter
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from kvrelay.cluster.fleet.nodes import Node, PlacementRequest, preferred
 from kvrelay.rpc.identity import MemberRole
-from support.ray_commands import ENVIRONMENT, KVRELAY
+from support.ray_commands import ENVIRONMENT
 
 GPU = {"GPU": 1.0}
 RACK = "kvrelay.io/rack"
@@ -115,7 +116,7 @@ def test_on_a_ray_cluster_of_several_nodes() -> None:
 
 
 LOST_NODES = """
-import json, os, subprocess, sys, time
+import json, sys, time
 from pathlib import Path
 from kvrelay.cluster.ray import environment as rayenv
 rayenv.prepare()
@@ -124,32 +125,21 @@ from ray.cluster_utils import Cluster
 from ray.util.placement_group import placement_group_table
 from kvrelay.client import Client
 from kvrelay.cluster.processes.processes import alive, title
-from kvrelay.cluster.state import ClusterState
-from kvrelay.cluster.asking.status import as_json, get_status
+from support.ray_commands import World
 
-kvrelay, config, moved, folder = *sys.argv[1:3], float(sys.argv[3]), Path(os.environ["KVRELAY_STATE_DIR"])
+world, moved = World(Path(sys.argv[1])), float(sys.argv[2])
 cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
 nodes = [cluster.add_node(num_cpus=2), *(cluster.add_node(num_cpus=0, num_gpus=1) for _ in range(2))]
 ray.init(cluster.address, log_to_driver=False, configure_logging=False)
 cluster.wait_for_nodes()
-options = ["--address", cluster.address, "--grpc-port", "0", "--http-port", "0", "--config", config]
-subprocess.run([kvrelay, "up", "--detach", *options], check=True, stdout=sys.stderr)
-
-def status():
-    return as_json(get_status(ClusterState(**json.loads((folder / "cluster.json").read_text()))))
+world.up("--address", cluster.address, "--config", str(world.folder / "kvrelay.yaml"))
 
 def workers():
-    return {worker["role"]: worker for worker in status()["workers"]}
+    return {worker["role"]: worker for worker in world.status()["workers"]}
 
 def places(name):
     (found,) = (table for table in placement_group_table().values() if table["name"] == f"kvrelay/{name}")
     return found["bundles_to_node_id"]
-
-def own(process):
-    try:
-        return process.environ().get("KVRELAY_STATE_DIR") == str(folder)
-    except psutil.Error:
-        return False
 
 def seconds_until(condition, limit):
     begun = time.monotonic()
@@ -168,9 +158,9 @@ def lose(node_id):
 before = workers()
 name = before["decode"]["name"]
 first = places(name)
-(agent,) = (each for each in psutil.process_iter() if title(each).startswith("ray::RankHostActor") and own(each))
+(agent,) = (each for each in world.processes() if title(each).startswith("ray::RankHostActor"))
 ranks = [psutil.Process(before["decode"]["pid"]), agent, *agent.children()]
-with Client(status()["router"], timeout=moved) as client:
+with Client(world.status()["router"], timeout=moved) as client:
     asked = {"temperature": 0.0, "max_tokens": 900, "ignore_eos": True}
     expected = client.complete("def __init__(self, ", **asked).token_ids
     stream = client.generate("def __init__(self, ", **asked)
@@ -194,7 +184,7 @@ print(json.dumps({
     "tokens": found == list(expected),
     "moved": seconds_until(lambda: replaced("prefill"), moved),
 }))
-subprocess.run([kvrelay, "down"], check=True, stdout=sys.stderr)
+assert world.call("down", seconds=moved).returncode == 0
 ray.shutdown()
 cluster.shutdown()
 """
@@ -213,10 +203,10 @@ worker waits for the one that replaces it as long as the test does."""
 @pytest.mark.cluster
 @pytest.mark.timeout(600)
 def test_a_worker_lies_on_two_nodes_and_the_members_of_a_lost_node_are_started_on_another(tmp_path: Path) -> None:
-    environment = ENVIRONMENT | {"KVRELAY_STATE_DIR": str(tmp_path)}
-    config = tmp_path / "kvrelay.yaml"
-    config.write_text(TWO_NODES)
-    command = [sys.executable, "-c", LOST_NODES, KVRELAY, str(config), str(MOVED_SECONDS)]
+    (tmp_path / "kvrelay.yaml").write_text(TWO_NODES)
+    command = [sys.executable, "-c", LOST_NODES, str(tmp_path), str(MOVED_SECONDS)]
+    path = os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")]))
+    environment = ENVIRONMENT | {"PYTHONPATH": path, "KVRELAY_STATE_DIR": str(tmp_path / "state")}
     output = subprocess.check_output(command, env=environment, text=True, timeout=500)
     found = json.loads(output.splitlines()[-1])
     print(found)
