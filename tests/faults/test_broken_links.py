@@ -21,7 +21,8 @@ from support.faults import OUT, PROMPT, Running, Scene, scene, until
 from support.hash_worker import WORKER_LAYOUT
 from support.processes import wait_until
 
-RESET_SECONDS = 0.1
+RESET_SECONDS = 0.5
+"""Seconds until a reset is noticed: far less than a frame may take, and more than it takes on a busy machine."""
 SLOW = Weather(rate=100e3)
 SILENCE = {"suspect_seconds": 1.5, "dead_seconds": 3.0}
 """Limits of silence that are measured: the default ones."""
@@ -118,7 +119,7 @@ def test_a_reset_is_known_at_once_and_costs_no_attempt(it: Scene) -> None:
     it.settle(3)
     print(f"noticed after {', '.join(f'{seconds:.3f}' for seconds in took)} s")
     assert statistics.median(took) < RESET_SECONDS
-    assert max(whole) < FRAME_SECONDS / 2, "and the next link was dialled at once"
+    assert max(whole) < FRAME_SECONDS, "and the next link was dialled at once"
 
 
 LASTING = [(name, False) for name in SILENCES] + [("black hole", True), ("held back", True)]

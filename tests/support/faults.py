@@ -49,13 +49,13 @@ ENGINE = {
     "threads": 1,
     "speculation": {"method": "ngram", "max_tokens": 2, "adaptive": False},
 }
-FRAME_SECONDS = 2.0
+FRAME_SECONDS = 3.0
 TRANSFER = {
     "transport": "auto",
     "frame_bytes": CHUNK * WORKER_LAYOUT.token_bytes,
     "frame_timeout_seconds": FRAME_SECONDS,
-    "lease_seconds": 4.0,
-    "transfer_timeout_seconds": 8.0,
+    "lease_seconds": 6.0,
+    "transfer_timeout_seconds": 12.0,
 }
 TENSOR_2 = {"tensor_parallel": 2}
 PIPELINE_2 = {"tensor_parallel": 1, "pipeline_parallel": 2, "block_size": 2 * WORKER_LAYOUT.block_size}
