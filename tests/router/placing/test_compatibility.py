@@ -1,11 +1,8 @@
 """Workers of several versions in one fleet: which are paired, and what an operator is told."""
 
 import asyncio
-from itertools import product
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from kvrelay.internal.v1.supervisor_pb2 import (
     MEMBER_STATE_DEAD,
@@ -17,71 +14,13 @@ from kvrelay.internal.v1.supervisor_pb2 import (
     ROLE_ROUTER,
     Member,
 )
-from kvrelay.router.placing.placement import Demand, NoPlace, Placement, WorkerView, complete
+from kvrelay.router.placing.placement import Demand, Placement, WorkerView
 from kvrelay.router.placing.policies import LeastWork
 from kvrelay.router.placing.prefixes import PrefixIndex
 from kvrelay.rpc.compatibility import rank, unpaired
-from kvrelay.rpc.identity import WorkerId, WorkerRole
+from kvrelay.rpc.identity import WorkerId
 from support.router_fakes import FakeWorker, decode_of, fake, silent
 from support.scenes import Serve
-
-ROLES: list[WorkerRole] = ["prefill", "decode", "colocated"]
-
-
-@st.composite
-def fleets(draw: st.DrawFn) -> list[WorkerView]:
-    names = [WorkerId(f"w{index}", "i") for index in range(7)]
-    roles = [draw(st.sampled_from(ROLES)) for _ in range(draw(st.integers(1, 7)))]
-    return [
-        WorkerView(
-            worker,
-            role,
-            ready=True,
-            outstanding_tokens=draw(st.integers(0, 5)),
-            compatibility=draw(st.sampled_from("ab")),
-            avoided=draw(st.booleans()),
-            bad_peers=draw(st.frozensets(st.sampled_from(names))) if role == "prefill" else frozenset(),
-            suspects=draw(st.integers(0, 1)),
-            requests=draw(st.integers(0, 1)),
-        )
-        for worker, role in zip(names, roles, strict=False)
-    ]
-
-
-@settings(max_examples=150, deadline=None)
-@given(fleets(), st.booleans())
-def test_a_pair_has_one_digest_and_is_avoided_only_if_all_are(workers: list[WorkerView], on_trial: bool) -> None:
-    by_id = {worker.id: worker for worker in workers}
-    of = {role: [worker for worker in workers if worker.role == role] for role in ROLES}
-    options = [(worker, worker) for worker in of["colocated"]]
-    options += [
-        (prefill, decode)
-        for prefill, decode in product(of["prefill"], of["decode"])
-        if prefill.compatibility == decode.compatibility
-    ]
-
-    # A decode worker computes prompts itself if nobody else can.
-    options = options or [(decode, decode) for decode in of["decode"]]
-
-    def bad(option: tuple[WorkerView, WorkerView]) -> bool:
-        return option[0].avoided or option[1].avoided or option[1].id in option[0].bad_peers
-
-    def apart(option: tuple[WorkerView, WorkerView]) -> bool:
-        return not on_trial or not (option[0].suspects or option[1].suspects)
-
-    good = [option for option in options if not bad(option)]
-    placed = LeastWork(PrefixIndex(0)).place(Demand(5, 5, on_trial=on_trial), workers)
-    assert complete(workers) == bool(options)
-    if isinstance(placed, Placement):
-        assert placed.decode is not None
-        chosen = by_id[placed.prefill], by_id[placed.decode]
-        assert chosen in options
-        assert apart(chosen)
-        assert chosen in good or not good
-    elif placed is NoPlace.NO_WORKERS:
-        assert not options
-    else:
-        assert not any(map(apart, good))
 
 
 def test_the_group_with_the_most_pairs_is_preferred() -> None:
