@@ -50,28 +50,13 @@ class Case(NamedTuple):
         return f"{self.kind} with {self.kv_heads} KV heads, {' to '.join(degrees)}"
 
 
-class Kind(NamedTuple):
-    """A kind of models."""
-
-    architecture: str
-    pipeline: tuple[int, ...]
-    """Numbers of stages that its workers can have."""
-
-
-KINDS = {"dense": Kind("llama", (1, 2)), "moe": Kind("mixtral", (1, 2))}
-KV_HEADS = 1, 2, 4, 8
-TENSOR = 1, 2, 4
+ARCHITECTURES = {"dense": "llama", "moe": "mixtral"}
+KV_HEADS, TENSOR, PIPELINE = (1, 2, 4, 8), (1, 2, 4), (1, 2)
 Values = tuple[Any, ...]
 """Kind, KV heads, and tensor and pipeline degree of the prefill and of the decode worker."""
-
-
-def factors(kind: str) -> list[Sequence[Any]]:
-    """The values that cases of a kind are made of."""
-    degree = (TENSOR, KINDS[kind].pipeline)
-    return [(kind,), KV_HEADS, *degree, *degree]
-
-
-ALL: list[Values] = [values for kind in KINDS for values in product(*factors(kind))]
+FACTORS: list[list[Sequence[Any]]] = [[(kind,), KV_HEADS, *2 * (TENSOR, PIPELINE)] for kind in ARCHITECTURES]
+"""The values that the cases of each kind are made of."""
+ALL: list[Values] = [values for factors in FACTORS for values in product(*factors)]
 FEW: list[Values] = [
     ("dense", 2, 2, 1, 4, 1),
     ("dense", 4, 2, 2, 1, 2),
@@ -79,7 +64,7 @@ FEW: list[Values] = [
     ("moe", 4, 2, 1, 1, 1),
 ]
 """Cases of `make test`: to more ranks, of which two hold a KV head, from stages to stages, from one rank and to one."""
-COVERING = {tuple(values) for kind in KINDS for values in AllPairs(factors(kind))}
+COVERING = {tuple(values) for factors in FACTORS for values in AllPairs(factors)}
 """Cases of `make test-all`: each combination of any two values is in one of them."""
 
 
@@ -108,7 +93,7 @@ class Road:
         """A checkpoint, and an engine in this process."""
         if (kind, kv_heads) not in self._models:
             folder = self._folder / f"{kind} {kv_heads}"
-            make_checkpoint(folder, KINDS[kind].architecture, num_key_value_heads=kv_heads, **SHAPE)
+            make_checkpoint(folder, ARCHITECTURES[kind], num_key_value_heads=kv_heads, **SHAPE)
             self._models[kind, kv_heads] = folder, build_engine(folder, "float32", EngineConfig(**ENGINE))[0]
         return self._models[kind, kv_heads]
 

@@ -85,15 +85,22 @@ def test_series_whose_labels_are_known_exist_before_their_first_event(part: str)
     assert {name for family in known for name in series(family)} <= exported
 
 
-def test_a_worker_in_another_role_counts_on_under_its_name() -> None:
+def watched(expert_loads: object = None) -> tuple[WorkerMetrics, Any]:
+    """Metrics of a prefill worker with four free blocks, and what stands for its engine."""
     prefix = SimpleNamespace(queried_tokens=0, hit_tokens=0, pool=SimpleNamespace(evictions=0))
     engine: Any = SimpleNamespace(
         scheduler=SimpleNamespace(prefix=prefix, preemptions=0, speculation=None),
-        runner=SimpleNamespace(expert_loads=None),
+        runner=SimpleNamespace(expert_loads=expert_loads),
         on_step=None,
     )
     metrics = WorkerMetrics("worker-0", "prefill", "pico")
     metrics.watch(engine, lambda: Load(blocks=Blocks(total=4, free=4)), None, dict)
+    return metrics, engine
+
+
+def test_a_worker_in_another_role_counts_on_under_its_name() -> None:
+    metrics, engine = watched()
+    prefix = engine.scheduler.prefix
 
     def values(name: str) -> dict[str, float]:
         """Values by role: of the series without further labels, or of free blocks."""
@@ -122,14 +129,7 @@ def test_loads_of_experts_are_those_since_the_worker_counts_in_its_role() -> Non
     loads = SimpleNamespace(
         ranks=2, totals=np.array([[5, 5, 5, 5], [7, 7, 7, 7]]), rank_totals=np.array([[10, 10], [14, 14]])
     )
-    prefix = SimpleNamespace(queried_tokens=0, hit_tokens=0, pool=SimpleNamespace(evictions=0))
-    engine: Any = SimpleNamespace(
-        scheduler=SimpleNamespace(prefix=prefix, preemptions=0, speculation=None),
-        runner=SimpleNamespace(expert_loads=loads),
-        on_step=None,
-    )
-    metrics = WorkerMetrics("worker-0", "prefill", "pico")
-    metrics.watch(engine, lambda: Load(blocks=Blocks(total=4, free=4)), None, dict)
+    metrics, engine = watched(loads)
 
     def values(name: str, *labels: str) -> dict[tuple[str, ...], float]:
         return {

@@ -43,7 +43,7 @@ def steps() -> st.SearchStrategy[list[tuple[str, str, int, int]]]:
     return st.lists(st.tuples(kinds, st.sampled_from("aaaabc"), st.integers(0, 30), st.integers(0, 63)), max_size=120)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(steps())
 def test_calls_and_bytes_are_bounded_shared_and_come_back(given_: list[tuple[str, str, int, int]]) -> None:
     """A newcomer is refused only if no larger holder has a call that has not begun."""
@@ -103,7 +103,7 @@ def _held(calls: list[Open], holder: str) -> bool:
     return any(each.holder == holder and each.waits and each.ticket.nbytes for each in calls)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     st.lists(st.tuples(st.sampled_from("ab"), st.integers(1, 60), st.integers(0, 3)), min_size=1, max_size=8),
     st.integers(0, 8),

@@ -73,25 +73,6 @@ async def test_http_chooses_by_either_name_and_the_answer_says_which_served(serv
     assert (status, "service_tier" in answer) == (200, False), "it was not asked for"
 
 
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ({"service_tier": "fast"}, "service_tier is 'fast'; allowed: 'auto', 'default', 'scale', 'flex' or 'priority'"),
-        (
-            {"service_tier": "flex", "slo_class": "chat"},
-            "service_tier is 'flex'; allowed: null, auto, or the tier of the class that slo_class names",
-        ),
-        ({"slo_class": "x"}, "slo_class is 'x'; allowed: 'default', 'interactive', 'batch', 'chat', or empty; see"),
-    ],
-)
-@pytest.mark.parametrize("path", BODIES)
-async def test_http_refuses_names_that_nothing_has(serve: Serve, path: str, given: Any, said: str) -> None:
-    cluster = await serve(*pair(), classes=CLASSES)
-    status, answer = await cluster.http.post(path, {**BODIES[path], **given})
-    assert (status, answer["error"]["param"]) == (400, said.split()[0])
-    assert answer["error"]["message"].startswith(said)
-
-
 async def test_grpc_chooses_by_slo_class(serve: Serve) -> None:
     workers = pair()
     cluster = await serve(*workers, classes=CLASSES)

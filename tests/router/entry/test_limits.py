@@ -4,7 +4,7 @@ from pathlib import Path
 
 import grpc
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrelay.client import Exhausted, KvrelayError
@@ -82,7 +82,6 @@ async def test_a_session_is_named_by_header_cache_key_or_user(serve: Serve) -> N
     assert await places({}, {"X-Session-Id": "a conversation"}) == 1
 
 
-@settings(max_examples=50, deadline=None)
 @given(st.integers(1, 100), st.lists(st.tuples(st.floats(0, 30), st.integers(1, 150), st.integers(0, 50)), max_size=60))
 def test_no_minute_has_much_more_than_a_minutes_tokens(limit: int, asks: list[tuple[float, int, int]]) -> None:
     """The limit is two buckets, as a full one may be used at once, and the last request that it lets start."""

@@ -10,7 +10,7 @@ import pytest
 from google.protobuf.empty_pb2 import Empty
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha.reflection_pb2 import ServerReflectionRequest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrelay.router.faces import arrivals
@@ -119,7 +119,6 @@ async def test_one_tenants_unfinished_requests_do_not_keep_out_anothers(serve: S
     await cluster.idle()
 
 
-@settings(deadline=None, max_examples=50)
 @given(
     places=st.integers(1, 9),
     events=st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 3), st.booleans()), max_size=40),

@@ -17,7 +17,7 @@ class Clock:
         return self.now
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     st.lists(st.tuples(st.sampled_from(["begin", "fail", "succeed", "end", "wait"]), st.integers(0, 30)), max_size=80)
 )
@@ -94,7 +94,7 @@ def test_a_worker_that_fails_several_peers_is_avoided_as_a_whole_and_the_peers_a
     assert not any(health.avoids(worker) for worker in (*PREFILLS, *DECODES[1:]))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(st.booleans(), max_size=20))
 def test_a_worker_is_avoided_after_failures_in_a_row(results: list[bool]) -> None:
     health = FleetHealth(Clock())

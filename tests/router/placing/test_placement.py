@@ -53,7 +53,7 @@ def cases(draw: st.DrawFn) -> tuple[list[WorkerView], Demand]:
     return workers, Demand(draw(st.integers(1, 99)), draw(st.integers(0, 9)), avoid)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(cases())
 def test_only_ready_workers_of_the_right_role_and_the_least_loaded_of_them(
     case: tuple[list[WorkerView], Demand],
@@ -100,7 +100,6 @@ def test_the_streams_own_degree_goes_before_load_and_behind_what_is_to_be_avoide
     assert placement == Placement(prefill.id, WorkerId(expected, "i"))
 
 
-@settings(max_examples=50, deadline=None)
 @given(st.integers(1, 5), st.integers(1, 5), st.integers(0, 3), st.integers(1, 5))
 def test_equal_workers_are_taken_in_turn(prefills: int, decodes: int, colocated: int, rounds: int) -> None:
     workers = [
@@ -151,7 +150,7 @@ def capacities(draw: st.DrawFn) -> DecodeCapacity:
     )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     st.lists(capacities(), min_size=1, max_size=4),
     st.builds(

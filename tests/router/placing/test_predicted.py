@@ -120,7 +120,7 @@ def cases(draw: st.DrawFn, *, known: bool = True) -> tuple[list[WorkerView], Dem
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(case=cases())
 @pytest.mark.some(2)
 def test_a_wrong_cost_costs_time_and_breaks_no_rule(name: PlacementName, case: tuple[list[WorkerView], Demand]) -> None:
@@ -174,7 +174,7 @@ def test_a_wrong_cost_costs_time_and_breaks_no_rule(name: PlacementName, case: t
         assert not set(placed.each) & demand.avoid
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(cases(known=False))
 def test_without_costs_the_least_work_decides(case: tuple[list[WorkerView], Demand]) -> None:
     workers, demand = case
@@ -182,7 +182,7 @@ def test_without_costs_the_least_work_decides(case: tuple[list[WorkerView], Dema
     assert placed == LeastWork(PrefixIndex(0), 0.25, 600).place(demand, workers)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     st.integers(0, 2**32), st.sampled_from([["prefill", "decode"], ["colocated"], ["prefill", "decode", "colocated"]])
 )
@@ -283,7 +283,7 @@ def straightforward(
     return sorted(options, key=itemgetter(0))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     st.integers(0, 2**32),
     st.sampled_from([["prefill", "decode"], ["colocated"], ["prefill", "decode", "colocated"]]),
@@ -433,7 +433,7 @@ def test_a_slow_link_and_a_slow_worker_are_left_to_others() -> None:
     assert placed.prefill.name == "colocated-1"
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     st.builds(StepCost, *[seconds] * 7),
     st.integers(0, 4000),
@@ -456,7 +456,7 @@ def test_more_to_do_is_never_predicted_to_take_less(
     assert alone.tpot(800) == pytest.approx(step.seconds(StepWork(sequences=1, context_tokens=800)))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.integers(0, 2**32))
 def test_what_all_workers_have_of_a_prompt_is_what_is_found_one_by_one(seed: int) -> None:
     """Whatever workers compute, evict and take back, and whichever of them come and go."""

@@ -67,7 +67,7 @@ def prompts(rng: random.Random, count: int) -> list[Sequence[int]]:
     return known[1:]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.integers(0, 2**32 - 1))
 def test_one_router_knows_exactly_what_its_worker_has(seed: int) -> None:
     rng = random.Random(seed)

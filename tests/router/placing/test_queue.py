@@ -72,7 +72,7 @@ async def test_a_large_request_is_passed_by_small_ones_for_a_while_only() -> Non
     await asyncio.gather(*tasks)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.lists(st.integers(1, 4), min_size=2, max_size=4), st.integers(0, 2**32 - 1))
 async def test_tenants_get_their_shares_however_much_each_asks_for(weights: list[int], seed: int) -> None:
     rng = random.Random(seed)
@@ -163,7 +163,7 @@ ANY_CLAIM = st.builds(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(ANY_CLAIM, min_size=1, max_size=20))
 async def test_a_tenants_requests_go_by_rank_then_priority_then_target_then_age(claims: list[Claim]) -> None:
     line = Line(free=0)
@@ -179,7 +179,7 @@ async def test_a_tenants_requests_go_by_rank_then_priority_then_target_then_age(
     assert line.placed == list(map(str, order))
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.integers(1, 4), st.integers(2, 4), st.integers(0, 2**32 - 1))
 async def test_batch_gets_what_interactive_leaves_and_tenants_share_that_too(
     weight: int, tenants: int, seed: int
@@ -290,7 +290,7 @@ async def test_the_cancel_of_a_request_that_holds_others_back_wakes_them() -> No
     assert len(line.queue) == 0
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(0, 2**32 - 1))
 async def test_no_order_of_events_gives_capacity_twice_or_leaves_a_request_behind(seed: int) -> None:
     rng = random.Random(seed)

@@ -33,7 +33,7 @@ def test_the_outline_tells_cheap_from_costly_messages() -> None:
     assert MAX_FIELDS < SMALL_BYTES / 2
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.integers(0, 2**32 - 1))
 def test_no_bytes_make_the_outline_raise_anything_else(seed: int) -> None:
     rng = random.Random(seed)
@@ -45,7 +45,7 @@ def test_no_bytes_make_the_outline_raise_anything_else(seed: int) -> None:
         check_outline(bytes(data[: rng.randrange(SMALL_BYTES, len(data) + 1)]), GenerateRequest.DESCRIPTOR, 10)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(st.integers(0, 2**32 - 1), max_size=50), st.lists(st.integers(0, 2**32 - 1), max_size=5))
 def test_a_packed_prompt_is_the_same_prompt(ids: list[int], generated: list[int]) -> None:
     whole = asyncio.run(Prompt.of(ids))

@@ -12,7 +12,7 @@ from kvrelay.router.session.alarm import Alarm
 from support.router_fakes import until
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     st.lists(st.sampled_from([-1.0, 0.0, 1e-6, 0.0004, 0.0011, 0.005, 60.0, math.inf]), min_size=1, max_size=8),
     st.booleans(),

@@ -66,7 +66,7 @@ def interleavings(draw: st.DrawFn) -> tuple[int, int, list[tuple[str, int, int]]
     return total, generated, events
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(interleavings(), st.booleans(), st.data())
 async def test_every_index_comes_once_and_in_order(
     case: tuple[int, int, list[tuple[str, int, int]]], scored: bool, data: st.DataObject
@@ -119,7 +119,7 @@ async def test_every_index_comes_once_and_in_order(
     assert not decode.cancelled
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(interleavings(), st.data())
 async def test_an_unfinished_attempt_is_cancelled_on_its_workers_and_claims_no_tokens(
     case: tuple[int, int, list[tuple[str, int, int]]], data: st.DataObject

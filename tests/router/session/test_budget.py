@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from kvrelay.router.session.budget import AT_LEAST, SHARE, WINDOW_SECONDS, RetryBudget
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(st.tuples(st.sampled_from(["request", "retry"]), st.floats(0, 5)), max_size=120))
 def test_retries_stay_within_a_fifth_of_the_windows_requests(events: list[tuple[str, float]]) -> None:
     now = 1000.0

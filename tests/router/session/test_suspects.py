@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from kvrelay.router.session.suspects import CLEAN_TOKENS, MAX_LOSSES, TRIAL_TOKENS, Suspicion
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.lists(st.tuples(st.integers(0, 100), st.booleans()), max_size=10))
 def test_the_second_loss_on_trial_or_the_third_in_any_case_convicts(losses: list[tuple[int, bool]]) -> None:
     suspicion, tokens, count, last = Suspicion(), 0, 0, 0

@@ -51,13 +51,13 @@ def incremental(table: TokenBytes, ids: list[int]) -> list[str]:
     return [detokenizer.push([token]) for token in ids] + [detokenizer.flush()]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.lists(st.integers(0, BYTE_LEVEL.get_vocab_size() + 5), max_size=60))
 def test_any_byte_level_ids_decode_to_the_same_text(ids: list[int]) -> None:
     assert "".join(incremental(BYTE_LEVEL_BYTES, ids)) == BYTE_LEVEL.decode(ids)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(UNICODE)
 def test_any_text_comes_back_in_whole_characters(text: str) -> None:
     # Metaspace writes a space as `▁`, and puts one before the text.
@@ -68,7 +68,7 @@ def test_any_text_comes_back_in_whole_characters(text: str) -> None:
         assert REPLACEMENT in text or not any(REPLACEMENT in piece for piece in pieces)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(UNICODE, st.sampled_from(["", "ab", "é", "a b"]), st.integers(0, 6), st.data())
 def test_tokens_that_come_together_give_what_they_give_one_by_one(
     text: str, stop: str, min_tokens: int, data: st.DataObject
@@ -118,7 +118,7 @@ def expected_end(pieces: list[str], stops: list[str], armed_from: int) -> int | 
     return None
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(st.text(LETTERS, max_size=4), max_size=20), STOPS, st.just(0) | st.integers(0, 20))
 def test_text_ends_before_the_first_match_however_it_is_cut(
     pieces: list[str], stops: list[str], armed_from: int

@@ -147,7 +147,7 @@ def test_what_is_no_call_is_content_and_nothing_of_it_is_lost(kind: str, text: s
         assert not found.names
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     st.sampled_from(["hermes", "llama3", "mistral", "array"]), st.lists(st.text('{}[]":,;\\ a<>tool_c/', max_size=9))
 )
@@ -156,7 +156,7 @@ def test_any_text_is_read_without_an_error(kind: str, pieces: list[str]) -> None
     assert found.names or found.content == "".join(pieces)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     st.lists(
         st.tuples(
