@@ -5,7 +5,7 @@ The workers are on CPUs, or all of them on one GPU.
 
 import itertools
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -28,34 +28,6 @@ DEVICES = [
 ]
 
 
-@pytest.fixture(scope="module", params=DEVICES)
-def worker(request: pytest.FixtureRequest) -> dict[str, Any]:
-    """Options of the workers. Equal tokens in steps of any size need float32: in 16 bits, two nearly equal logits may
-    change places."""
-    engine = {"kv_memory_bytes": 16 * 2**20, "max_batch_tokens": 128, "max_sequences": 16, "threads": 1}
-    return {"dtype": "float32", "engine": {"device": request.param, **engine}}
-
-
-@pytest.fixture(scope="module")
-def expected(worker: dict[str, Any], checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Completion]:
-    """The completions of one co-located worker, one prompt at a time."""
-    folder = tmp_path_factory.mktemp("colocated")
-    with process_cluster(folder, checkpoint, prefill=0, decode=0, colocated=1, worker=worker) as cluster:
-        done = [ask(cluster, number) for number in range(REQUESTS)]
-    for each in done:
-        assert each.timeline.transfer_bytes == 0
-        assert each.timeline.prefill_worker == each.timeline.decode_worker == "colocated-0"
-    return done
-
-
-@pytest.fixture(scope="module")
-def cluster(
-    worker: dict[str, Any], checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[ProcessCluster]:
-    with process_cluster(tmp_path_factory.mktemp("pair"), checkpoint, decode=2, worker=worker) as cluster:
-        yield cluster
-
-
 def ask(cluster: ProcessCluster, number: int, on_chunk: Callable[[], None] = lambda: None) -> Completion:
     """A greedy completion, or, for odd numbers, a drawn one."""
     rng = random.Random(number)
@@ -69,24 +41,33 @@ def ask(cluster: ProcessCluster, number: int, on_chunk: Callable[[], None] = lam
     return completion(chunks)
 
 
-def contents(done: list[Completion]) -> list[tuple[str, tuple[int, ...]]]:
-    return [(each.text, each.token_ids) for each in done]
-
-
 @pytest.mark.timeout(400)
-def test_a_decode_worker_killed_under_load_costs_no_token(cluster: ProcessCluster, expected: list[Completion]) -> None:
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_pair_whose_decode_worker_is_killed_under_load_gives_the_tokens_of_a_co_located_worker(
+    checkpoint: Path, tmp_path: Path, device: str
+) -> None:
+    """Equal tokens in steps of any size need float32: in 16 bits, two nearly equal logits may change places."""
+    engine = {"kv_memory_bytes": 16 * 2**20, "max_batch_tokens": 128, "max_sequences": 16, "threads": 1}
+    worker = {"dtype": "float32", "engine": {"device": device, **engine}}
+    with process_cluster(
+        tmp_path / "colocated", checkpoint, prefill=0, decode=0, colocated=1, worker=worker
+    ) as cluster:
+        expected = [ask(cluster, number) for number in range(REQUESTS)]  # one at a time
+    for each in expected:
+        assert each.timeline.transfer_bytes == 0
+        assert each.timeline.prefill_worker == each.timeline.decode_worker == "colocated-0"
     chunks = itertools.count(1)
+    with process_cluster(tmp_path / "pair", checkpoint, decode=2, worker=worker) as cluster:
 
-    def on_chunk() -> None:
-        if (
-            next(chunks) == 1
-        ):  # the other streams have just begun, or have yet to: one takes less than a tenth of a second
-            cluster.processes["decode-0"].popen.kill()
+        def on_chunk() -> None:
+            # The other streams have just begun, or have yet to: one takes less than a tenth of a second.
+            if next(chunks) == 1:
+                cluster.processes["decode-0"].popen.kill()
 
-    with ThreadPoolExecutor(AT_ONCE) as pool:
-        done = list(pool.map(lambda number: ask(cluster, number, on_chunk), range(REQUESTS)))
-    assert contents(done) == contents(expected)
-    retried = [each.timeline for each in done if each.timeline.retries]
-    assert retried
-    assert all((timeline.retries, timeline.decode_worker) == (1, "decode-1") for timeline in retried)
-    cluster.wait_idle(20, but=["decode-0"])
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            done = list(pool.map(lambda number: ask(cluster, number, on_chunk), range(REQUESTS)))
+        assert [(each.text, each.token_ids) for each in done] == [(each.text, each.token_ids) for each in expected]
+        retried = [each.timeline for each in done if each.timeline.retries]
+        assert retried
+        assert all((timeline.retries, timeline.decode_worker) == (1, "decode-1") for timeline in retried)
+        cluster.wait_idle(20, but=["decode-0"])
