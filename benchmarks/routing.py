@@ -266,25 +266,19 @@ def row_slow(setup: Setup, rates: Rates, wanted: Sequence[str]) -> dict[str, Any
     """TTFT p99 with one worker at half speed, and with one slow link, at 85 % of the policy's highest rate, relative to
     that of the same fleet without it; rates are less by the fault's share of capacity."""
     found: dict[str, Any] = {}
-
-    def slow_link(cluster: Cluster) -> None:
-        sender = cluster.workers[0]
-        receiver = next(each for each in cluster.workers if each.role == "decode")
-        sender.link_factors[receiver.id.name] = SLOW_LINK
-
     for policy in apart(wanted)[-1:]:
         rate = 0.85 * rates.highest(policy)
-        prefill, decode = list(setup.fleet), list(setup.fleet)
-        prefill[0], decode[-1] = replace(prefill[0], slowdown=SLOW), replace(decode[-1], slowdown=SLOW)
-        faults: dict[str, tuple[list[Place], float, Callable[[Cluster], None]]] = {
-            "without": (setup.fleet, 1.0, lambda cluster: None),
-            "half_speed_prefill": (prefill, 1 - 0.5 / setup.prefills, lambda cluster: None),
-            "half_speed_decode": (decode, 1 - 0.5 / setup.decodes, lambda cluster: None),
-            "slow_link": (setup.fleet, 1.0, slow_link),
+        first, *others, last = setup.fleet
+        slow_link = {f"decode-{setup.prefills}": SLOW_LINK}
+        faults: dict[str, tuple[list[Place], float]] = {
+            "without": (setup.fleet, 1.0),
+            "half_speed_prefill": ([replace(first, slowdown=SLOW), *others, last], 1 - 0.5 / setup.prefills),
+            "half_speed_decode": ([first, *others, replace(last, slowdown=SLOW)], 1 - 0.5 / setup.decodes),
+            "slow_link": ([replace(first, slow_links=slow_link), *others, last], 1.0),
         }
         p99 = {}
-        for name, (places, share, prepare) in faults.items():
-            run_with = partial(first_tokens, setup, places, share * rate, policy, prepare=prepare)
+        for name, (places, share) in faults.items():
+            run_with = partial(first_tokens, setup, places, share * rate, policy)
             p99[name] = rates.kept(f"{policy} {name} at {share * rate:.3f}", run_with, all_seeds=True)["ttft_p99"]
         found[policy] = {"rate": round(rate, 3), "ttft_p99": p99.pop("without")}
         found[policy] |= {name: round(each / found[policy]["ttft_p99"], 3) for name, each in p99.items()}
@@ -297,7 +291,6 @@ def first_tokens(
     rate: float,
     policy: str,
     *,
-    prepare: Callable[[Cluster], None] = lambda cluster: None,
     background: Background | None = None,
     service_class: str = "",
 ) -> dict[str, Any]:
@@ -308,7 +301,6 @@ def first_tokens(
             setup.arrivals(rate, seed),
             setup.seconds,
             options(policy),
-            prepare=prepare,
             background=background,
             service_class=service_class,
         )

@@ -39,6 +39,8 @@ class Place:
     machine: Machine
     slowdown: float = 1.0
     """Factor on the time of its steps."""
+    slow_links: Mapping[str, float] = field(default_factory=dict)
+    """Factors on the time of a byte to workers of these names: ROLE-NUMBER, by the places' order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +66,6 @@ class Outcome:
     """Time at which the request was sent; all times are simulated seconds."""
     first: float | None = None
     last: float | None = None
-    longest_gap: float = 0.0
     tokens: "array[int]" = field(default_factory=lambda: array("i"))
     cached_tokens: int = 0
     """Tokens of the prompt that its prefill worker had."""
@@ -106,8 +107,6 @@ class _Sink:
         if message.token_ids:
             if outcome.first is None:
                 outcome.first = now
-            else:
-                outcome.longest_gap = max(outcome.longest_gap, now - (outcome.last or now))
             outcome.last = now
             outcome.tokens.extend(message.token_ids)
         if message.finish_reason:
@@ -131,7 +130,7 @@ class Cluster:
         self._workers: dict[WorkerId, SimulatedWorker] = {}
         for number, place in enumerate(places):
             identity = WorkerId(f"{place.role}-{number}", "0")
-            self._workers[identity] = SimulatedWorker(self, identity, place.role, place.machine, place.slowdown)
+            self._workers[identity] = SimulatedWorker(self, identity, place)
         given = {"model": "pico", "http_port": None, "max_requests": 1_000_000, "max_queue": 1_000_000}
         config = RouterConfig(**{**given, **(options or {})})  # type: ignore[arg-type]  # options by name
         self.router = RouterServer(config, self._loop.time, partial(SimulatedStream, self))

@@ -85,7 +85,6 @@ def ttft_of(runs: Iterable[Run], share: float) -> float:
     return found[min(len(found) - 1, int(share * len(found)))]
 
 
-Prepare = Callable[[Cluster], None]
 Background = Callable[[Cluster], Coroutine[None, None, None]]
 
 
@@ -105,7 +104,6 @@ def replay(
     seconds: float,
     options: Mapping[str, object] | None = None,
     *,
-    prepare: Prepare = lambda cluster: None,
     background: Background | None = None,
     max_tokens: int = 2048,
     service_class: str = "",
@@ -115,7 +113,6 @@ def replay(
     Args:
         seconds: for which requests arrive.
         options: of the router.
-        prepare: changes the cluster before the first request comes.
         background: other traffic, while requests arrive.
         max_tokens: that clients ask for, unless an answer is longer.
         service_class: of all requests.
@@ -123,7 +120,6 @@ def replay(
 
     async def main() -> Run:
         cluster = Cluster(places, options)
-        prepare(cluster)
         await cluster.start()
         found = Run(seconds, began=cluster.now)
         other = [asyncio.create_task(background(cluster))] if background is not None else []

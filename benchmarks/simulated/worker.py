@@ -51,7 +51,7 @@ from kvrelay.worker.relay.events import PlainToken, event_of
 from kvrelay.worker.relay.requests import model_info, request_of
 
 if TYPE_CHECKING:
-    from simulated.cluster import Cluster
+    from simulated.cluster import Cluster, Place
 
 Key = tuple[str, int]
 
@@ -120,20 +120,14 @@ class Live:
 class SimulatedWorker:
     """One worker. Everything runs on the simulated event loop."""
 
-    def __init__(
-        self, cluster: "Cluster", identity: WorkerId, role: WorkerRole, machine: Machine, slowdown: float = 1.0
-    ) -> None:
-        """
-        Args:
-            slowdown: factor on the time of each step.
-        """
-        self.id, self.role, self.machine, self.slowdown = identity, role, machine, slowdown
+    def __init__(self, cluster: "Cluster", identity: WorkerId, place: "Place") -> None:
+        machine = place.machine
+        self.id, self.role, self.machine, self.slowdown = identity, place.role, machine, place.slowdown
+        self.link_factors = place.slow_links
         self.steps, self.step_seconds = 0, 0.0
         self.computed_tokens = self.prompt_tokens = 0
         self.busy_seconds = 0.0
         """Seconds in which a step ran."""
-        self.link_factors: dict[str, float] = {}
-        """Factors on the time of a byte to workers of these names."""
         self.stream: SimulatedStream | None = None
         self._cluster = cluster
         self._loop = asyncio.get_running_loop()
