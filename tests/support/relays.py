@@ -1,6 +1,7 @@
 """A real worker in this process, and relay streams of routers to it."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -13,6 +14,7 @@ from kvrelay.engine.build import build_engine
 from kvrelay.engine.config import EngineConfig
 from kvrelay.engine.engine import Engine
 from kvrelay.engine.runner.base import Runner
+from kvrelay.engine.scheduling.progress import Progress
 from kvrelay.internal.v1.worker_pb2 import (
     PHASE_COLOCATED,
     RelayRequest,
@@ -33,7 +35,8 @@ from support.secrets import METADATA
 
 SECONDS = 30.0
 LONG: dict[str, Any] = {"sampling": {"max_tokens": 400, "top_p": 1.0, "ignore_eos": True}}
-"""Fields of a request that runs for a while."""
+"""Fields of a request that runs for two seconds, so that a busy machine doesn't see its end too early."""
+STEP_SECONDS = 0.005
 ROLES: dict[WorkerRole, RoleFactory] = {"colocated": ColocatedRole, "prefill": PrefillRole, "decode": DecodeRole}
 
 
@@ -84,12 +87,19 @@ def submit(request_id: str, **changes: Any) -> Submit:
 
 
 class Built:
-    """Builds a worker's engine, which the test may change."""
+    """Builds a worker's engine, which the test may change. Its steps take STEP_SECONDS at least."""
 
     engine: Engine
 
     def __call__(self, *arguments: Any) -> tuple[Engine, Runner]:
         self.engine, runner = build_engine(*arguments)
+        step = self.engine.step
+
+        def slow_step() -> list[Progress]:
+            time.sleep(STEP_SECONDS)
+            return step()
+
+        self.engine.step = slow_step  # type: ignore[method-assign]
         return self.engine, runner
 
 
