@@ -1,4 +1,4 @@
-"""`kvrelay status`: the supervisor's view of the cluster, as a table for people and as JSON for programs."""
+"""`kvrelay status`: the supervisor's view of the cluster: a table and sentences for people, JSON for programs."""
 
 import socket
 from collections.abc import Callable, Iterator
