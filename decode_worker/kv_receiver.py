@@ -340,28 +340,24 @@ class KVReceiver(Endpoint[Receiving]):
                     if isinstance(message, Finish):
                         transfer.exposed_nbytes = max(0, message.nbytes - transfer.verified_nbytes)
                     self._feed(transfer, message)
-            case Offer():
-                self._on_offer(pair, message)
+            case Offer(key=key):
+                transfer = self._transfers.get(key)
+                if key in self._ended:
+                    stream.put(Nack(*key, *self._ended[key]))
+                elif transfer is not None and transfer.sender != pair.incarnation:
+                    stream.put(Nack(*key, Code.MANIFEST, "the router announced another worker as the sender"))
+                else:
+                    transfer = transfer or self._new(key, pair.incarnation, pair)
+                    transfer.pair = transfer.pair or pair
+                    if (manifest := self._manifest(transfer, transfer.pair)) is not None:
+                        self._feed(transfer, Expected(manifest))
+                    self._feed(transfer, message)
+                    if pair.epoch:
+                        self._feed(transfer, LinkUp(pair.epoch))
             case Dial(epoch, transport):
                 self._on_dial(pair, epoch, transport)
             case _:
                 super().on_message(stream, message)
-
-    def _on_offer(self, pair: Pair, offer: Offer) -> None:
-        key = offer.key
-        transfer = self._transfers.get(key)
-        if key in self._ended:
-            pair.stream.put(Nack(*key, *self._ended[key]))
-        elif transfer is not None and transfer.sender != pair.incarnation:
-            pair.stream.put(Nack(*key, Code.MANIFEST, "the router announced another worker as the sender"))
-        else:
-            transfer = transfer or self._new(key, pair.incarnation, pair)
-            transfer.pair = transfer.pair or pair
-            if (manifest := self._manifest(transfer, transfer.pair)) is not None:
-                self._feed(transfer, Expected(manifest))
-            self._feed(transfer, offer)
-            if pair.epoch:
-                self._feed(transfer, LinkUp(pair.epoch))
 
     def _on_push(self, pair: Pair, push: Push) -> None:
         hello = pair.hello

@@ -7,7 +7,6 @@ import ssl
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, cast
@@ -191,24 +190,21 @@ class HttpFace:
 
                 turns = asyncio.Semaphore(CHECKED_AT_ONCE)
 
-                async def run(at: int, place: Place) -> None:
+                def begin(at: int, checked: CheckedRequest) -> None:
+                    reply.begin(at, checked)
+                    turns.release()
+
+                def answer(at: int, place: Place) -> Coroutine[Any, Any, None]:
                     sink = HttpSink(at, reply, events if form.stream else None)
-                    with ExitStack() as turn:
-                        turn.callback(turns.release)
-
-                        def begin(checked: CheckedRequest) -> None:
-                            reply.begin(at, checked)
-                            turn.close()
-
-                        await call.generate(requests.pop(), sink, begin, shown, place)
+                    return call.generate(requests.pop(), sink, partial(begin, at), shown, place)
 
                 async def each() -> AsyncIterator[Coroutine[Any, Any, None]]:
                     # The last prompt is the first to be taken off the list, which keeps no reference to it.
                     for at in reversed(range(count)):
-                        await turns.acquire()
-                        yield run(at, await call.place())
+                        await turns.acquire()  # none is given back by a prompt that fails, which ends the others
+                        yield answer(at, await call.place())
 
-                await (run(0, await call.place()) if count == 1 else together(each()))
+                await (answer(0, await call.place()) if count == 1 else together(each()))
                 if not form.stream:
                     return _json(reply.whole())
                 return await events.end(reply.end())
