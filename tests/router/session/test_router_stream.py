@@ -1,8 +1,7 @@
-"""A request without faults: order, text, stop strings, the end, a client that does not read."""
+"""A request without faults: order, text, stop strings, the end."""
 
 import asyncio
 
-import grpc
 import pytest
 
 from kvrelay.cli.generate import placement_line
@@ -10,9 +9,8 @@ from kvrelay.costs.step import StepCost
 from kvrelay.costs.worker import WorkerCosts
 from kvrelay.internal.v1.worker_pb2 import Blocks, Load, Requests, TransferReport
 from kvrelay.rpc.costs import costs_message
-from kvrelay.v1.inference_pb2 import FINISH_REASON_STOP, GenerateRequest, SamplingParams
-from kvrelay.v1.inference_pb2_grpc import InferenceServiceStub
-from support.router_fakes import Job, fake, pair, silent, token_at, tokens, until, usual, within
+from kvrelay.v1.inference_pb2 import FINISH_REASON_STOP
+from support.router_fakes import Job, fake, pair, silent, tokens, until, usual, within
 from support.scenes import Serve
 from support.tokenizers import byte_level_tokenizer
 
@@ -106,28 +104,6 @@ async def test_the_last_message_waits_a_moment_for_the_transfer_report_and_token
     assert completion.timeline.transfer_bytes == 0
     assert clock() - start > 0.2
     await within(0.5, (await cluster.job("prefill-0", 1)).cancelled, "it is cancelled")
-
-
-async def test_a_client_that_does_not_read_is_given_up(serve: Serve) -> None:
-    async def decode(job: Job) -> None:
-        # Enough text to fill the transport's buffers.
-        for index in range(1, 20000):
-            job.send(index, (token_at(index % 50),))
-            if index % 200 == 0:
-                await asyncio.sleep(0.001)
-
-    cluster = await serve(
-        fake("prefill-0", max_context=30000), fake("decode-0", decode, max_context=30000), idle_timeout_seconds=0.3
-    )
-    options = (("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0))
-    async with grpc.aio.insecure_channel(cluster.router.address, options=options) as channel:
-        sampling = SamplingParams(max_tokens=29000)
-        call = InferenceServiceStub(channel).Generate(GenerateRequest(text="hello", sampling=sampling))
-        await call.read()
-        await asyncio.wait_for((await cluster.job("decode-0")).cancelled.wait(), 10)
-        await until(lambda: cluster.records, "a record")
-        assert cluster.records[0].outcome == "cancelled"
-        call.cancel()
 
 
 async def test_the_next_turn_goes_where_the_answer_is_and_the_timeline_says_why(serve: Serve) -> None:

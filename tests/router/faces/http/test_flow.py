@@ -1,15 +1,21 @@
-"""Tokens that tell a session nothing go to an HTTP client without it: they keep all that holds for the others."""
+"""Tokens that tell a session nothing go to an HTTP client without it: they keep all that holds for the others.
+
+A client of gRPC that does not read is here, too: both faces give it up in the same way.
+"""
 
 import asyncio
 import json
 import socket
+from contextlib import AsyncExitStack
 from typing import Any
 
+import grpc
 import pytest
 
 from kvrelay.internal.v1.worker_pb2 import RelayResponse
 from kvrelay.router.faces.http.completions import TextChoice
-from kvrelay.v1.inference_pb2 import FINISH_REASON_LENGTH
+from kvrelay.v1.inference_pb2 import FINISH_REASON_LENGTH, GenerateRequest, SamplingParams
+from kvrelay.v1.inference_pb2_grpc import InferenceServiceStub
 from support.http_calls import text_of
 from support.router_fakes import FakeCluster, FakeWorker, Job, colocated_of, fake, token_at, tokens, until
 from support.scenes import Serve
@@ -68,11 +74,20 @@ async def test_streams_side_by_side_have_their_own_tokens_in_order(serve: Serve,
     assert [record.completion_tokens for record in cluster.records] == [count] * streams
 
 
-async def test_a_client_that_does_not_read_is_given_up(serve: Serve) -> None:
+@pytest.mark.parametrize("face", ["http", "grpc"])
+async def test_a_client_that_does_not_read_is_given_up(serve: Serve, stack: AsyncExitStack, face: str) -> None:
     # Each event has the model's name, so that the events fill the system's buffers.
     cluster = await serve(worker(endless), idle_timeout_seconds=0.3, coalesce_ms=0.0, served_model_name=("m" * 1000,))
-    host, _, port = cluster.http.base.removeprefix("http://").rpartition(":")
-    with socket.socket() as client:
+    if face == "grpc":
+        options = (("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0))
+        channel = await stack.enter_async_context(grpc.aio.insecure_channel(cluster.router.address, options=options))
+        sampling = SamplingParams(max_tokens=ENDLESS, ignore_eos=True)
+        call = InferenceServiceStub(channel).Generate(GenerateRequest(text="hello", sampling=sampling))
+        stack.callback(call.cancel)
+        await call.read()
+    else:
+        host, _, port = cluster.http.base.removeprefix("http://").rpartition(":")
+        client = stack.enter_context(socket.socket())
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         client.setblocking(False)
         loop = asyncio.get_running_loop()
@@ -80,11 +95,11 @@ async def test_a_client_that_does_not_read_is_given_up(serve: Serve) -> None:
         body = json.dumps(LONG).encode()
         head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n"
         await loop.sock_sendall(client, f"{head}Content-Type: application/json\r\n\r\n".encode() + body)
-        job = await cluster.job("colocated-0")
-        await asyncio.wait_for(job.cancelled.wait(), 20)
-        await until(lambda: cluster.records, "a record")
-        assert cluster.records[0].completion_tokens < ENDLESS
-        assert cluster.records[0].outcome == "cancelled"
+    job = await cluster.job("colocated-0")
+    await asyncio.wait_for(job.cancelled.wait(), 20)
+    await until(lambda: cluster.records, "a record")
+    assert cluster.records[0].completion_tokens < ENDLESS
+    assert cluster.records[0].outcome == "cancelled"
 
 
 async def test_a_worker_that_falls_silent_is_given_up_after_its_last_token(serve: Serve) -> None:

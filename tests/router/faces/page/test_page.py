@@ -37,33 +37,7 @@ async def first(stream: Any, wanted: str) -> Any:
     raise AssertionError(f"the stream ended without {wanted}")
 
 
-async def test_a_request_is_followed_through_its_stages(serve: Serve, steps: Steps) -> None:
-    cluster = await serve(*steps.workers())
-    session = cluster.http.session
-    asking = asyncio.create_task(cluster.client.complete("hello", max_tokens=3, request_id="mine", timeout=SECONDS))
-    async with session.get("/page/events") as response:
-        stream = events(response)
-
-        async def stages(*wanted: str) -> None:
-            """Waits until the request is in exactly these stages."""
-            found: set[str] = set()
-            while found != set(wanted):
-                for life in (await first(stream, "fleet"))["lives"]:
-                    assert life["id"].startswith("mine/")
-                    found = {span["stage"] for span in life["spans"]}
-
-        await stages("router", "queue")
-        steps.computed.set()
-        await stages("router", "prefill", "transfer")
-        steps.all()
-        shown = await first(stream, "ended")
-    await asking
-    assert shown["completion_tokens"] == 3
-    assert (shown["outcome"], shown["transfer_bytes"], shown["handoff"]) == ("length", BYTES, 0.001)
-    assert {"transfer", "decode_queue", "decode"} <= {span["stage"] for span in shown["spans"]}
-
-
-async def test_a_viewer_sees_workers_links_and_requests_but_no_text(
+async def test_a_viewer_sees_workers_links_and_the_stages_of_requests_but_no_text(
     serve: Serve, steps: Steps, stack: AsyncExitStack
 ) -> None:
     cluster = await serve(*steps.workers())
@@ -77,17 +51,30 @@ async def test_a_viewer_sees_workers_links_and_requests_but_no_text(
 
     watching = asyncio.create_task(watch())
     cluster.workers["decode-0"].report_load(load(held=25, cached=50, running=3))
-    asking = asyncio.create_task(cluster.client.complete(SECRET, max_tokens=3, temperature=0, timeout=SECONDS))
+    asking = asyncio.create_task(cluster.client.complete(SECRET, max_tokens=3, request_id="mine", timeout=SECONDS))
 
     def fleets(check: Any) -> bool:
         return any(name == "fleet" and check(value) for name, value in seen)
 
-    await cluster.job("prefill-0")
+    async def stages(*wanted: str) -> None:
+        """Waits until the request is in exactly these stages."""
+
+        def in_them(fleet: Any) -> bool:
+            return any({span["stage"] for span in life["spans"]} == set(wanted) for life in fleet["lives"])
+
+        await until(lambda: fleets(in_them), f"it is in {wanted}")
+
+    await stages("router", "queue")
     steps.computed.set()
-    await until(lambda: fleets(lambda fleet: fleet["lives"] and fleet["links"][0]["sending"] == 1), "KV on its way")
+    await stages("router", "prefill", "transfer")
+    await until(lambda: fleets(lambda fleet: [link["sending"] for link in fleet["links"]] == [1]), "KV on its way")
     steps.all()
     completion = await asking
-    await until(lambda: any(name == "ended" for name, _ in seen), "its end")
+    (shown,) = await until(lambda: [value for name, value in seen if name == "ended"], "its end")
+    assert shown["id"].startswith("mine/")
+    assert (shown["outcome"], shown["completion_tokens"]) == ("length", 3)
+    assert (shown["transfer_bytes"], shown["handoff"]) == (BYTES, 0.001)
+    assert {"transfer", "decode_queue", "decode"} <= {span["stage"] for span in shown["spans"]}
     await until(lambda: fleets(lambda fleet: fleet["links"] and fleet["links"][0]["nbytes"] == BYTES), "its bytes")
     worker = next(worker for worker in seen[-1][1]["workers"] if worker["name"] == "decode-0")
     assert (worker["total"], worker["held"], worker["cached"], worker["free"]) == (100, 25, 50, 25)
