@@ -340,6 +340,6 @@ def _way_of(
     first = Step(np.zeros(3, np.int64), np.zeros(1, np.int64), np.full(1, 3), (table,) * len(placing.layout.groups))
     with torch.inference_mode():
         way.run(first, np.arange(3))
-        way.use_native()
+        way.use_kernels()
         way.run(first, np.arange(3))
     return way, pools

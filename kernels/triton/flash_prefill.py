@@ -34,7 +34,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kvrelay.kernels.triton.checks import check_tensor
 from kvrelay.kernels.triton.launch import Launch, launch, shared_bytes
-from kvrelay.kernels.triton.paged import LOG2_E, PagedKV, attend_keys, begin_softmax, check_attention
+from kvrelay.kernels.triton.paged import LOG2_E, PagedKV, attend_keys, begin_softmax, check_attention, check_scores
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +145,8 @@ def flash_prefill_kernel(
     out,
     scale,
     window,
+    softcap,
+    sinks,
     table_stride,
     HEADS_KV: tl.constexpr,
     GROUP: tl.constexpr,
@@ -186,7 +188,7 @@ def flash_prefill_kernel(
     head_row = key_row + head_offset
     rows = (head_row, head_row + HEADS_KV * BLOCK_SIZE)
 
-    state = begin_softmax(BLOCK_M, BLOCK_D)
+    state = begin_softmax(sinks, head * GROUP + m % GROUP, m >= 0, BLOCK_M, BLOCK_D)
     end = before + tokens
     unmasked_end = (before + 1) // BLOCK_N * BLOCK_N
     left, unmasked = 0, 0
@@ -209,6 +211,7 @@ def flash_prefill_kernel(
             oldest,
             position,
             window,
+            softcap,
             MASKED=part != 1,
             WINDOWED=WINDOWED,
             TMA=TMA and part == 1,
@@ -230,6 +233,8 @@ def flash_prefill(
     tile: Tile,
     window: int,
     out: Tensor,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> Launch | None:
     """Writes the attention of the tokens in `tiles` into `out`; the other tokens' rows of `out` aren't touched.
 
@@ -239,11 +244,14 @@ def flash_prefill(
         tiles: what `plan_tiles` gave for `tile.rows // G` tokens and this window, on the device.
         window: keys that a query sees, itself included; 0 for all.
         out: [T, H, D].
+        softcap: c of c tanh(score / c); 0 for none.
+        sinks: float32 [H] scores that take a share of each query's attention for nothing, or None.
 
     Raises:
         ValueError: a tensor has another shape, type or device than it should.
     """
     kv_heads, group, block_size, dim = check_attention(query, kv, block_tables, window, out)
+    check_scores(query, softcap, sinks)
     check_tensor("tiles", tiles, (len(tiles), 4), query, torch.int32)
     if tile.rows < group:
         raise ValueError(f"tile.rows is {tile.rows}; allowed: {group}, the query heads of a KV head, and more")
@@ -267,6 +275,8 @@ def flash_prefill(
         out,
         LOG2_E * dim**-0.5,
         window,
+        LOG2_E * softcap if softcap else None,
+        sinks,
         block_tables.stride(0),
         HEADS_KV=kv_heads,
         GROUP=group,

@@ -113,12 +113,37 @@ def check_attention(
     return kv_heads, query.shape[1] // kv_heads, block_size, dim
 
 
+def check_scores(query: Tensor, softcap: float, sinks: Tensor | None) -> None:
+    """Checks what both attention kernels do to the scores of `query` [T, H, D].
+
+    Raises:
+        ValueError: a value or a tensor isn't allowed.
+    """
+    if softcap < 0:
+        raise ValueError(f"softcap is {softcap}; allowed: 0 (none) and more")
+    if sinks is not None:
+        check_tensor("sinks", sinks, (query.shape[1],), query, torch.float32)
+
+
 @triton.jit
-def begin_softmax(BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
-    """The `state` of `attend_keys` before the first key of a tile."""
+def begin_softmax(sinks, head, begins, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
+    """The `state` of `attend_keys` before the first key of a tile.
+
+    Args:
+        sinks: scores by query head, or None.
+        head: query head [BLOCK_M] of each row.
+        begins: whether the tile has the first keys of each row [BLOCK_M], to which a sink is added.
+    """
     total = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     # The largest score begins finite: a row that sees no key of a step then keeps a weight of 0 instead of NaN.
-    return total, tl.full((BLOCK_M,), -1.0e30, tl.float32), tl.zeros((BLOCK_M,), tl.float32)
+    largest = tl.full((BLOCK_M,), -1.0e30, tl.float32)
+    weight = tl.zeros((BLOCK_M,), tl.float32)
+    if sinks is not None:
+        # A sink is as a key before all others, without a value.
+        sink = tl.load(sinks + head, mask=begins, other=0.0) * 1.4426950408889634
+        largest = tl.where(begins, sink, largest)
+        weight = tl.where(begins, 1.0, weight)
+    return total, largest, weight
 
 
 @triton.jit
@@ -143,6 +168,7 @@ def attend_keys(
     first,
     position,
     window,
+    softcap,
     MASKED: tl.constexpr,
     WINDOWED: tl.constexpr,
     TMA: tl.constexpr,
@@ -167,6 +193,7 @@ def attend_keys(
         begin: a multiple of BLOCK_N.
         first: the first key that a row sees; keys before it aren't loaded. None if there are none.
         position: the position [BLOCK_M] of each row; None if all rows see all keys from `first` on.
+        softcap: c of c tanh(score / c), times log2(e); None for none.
         MASKED: not all rows see all of the keys.
     """
     total, largest, weight = state
@@ -203,6 +230,10 @@ def attend_keys(
         if key_scales is not None:
             scale_offset = blocks.to(tl.int64) * scale_block_stride + slot
             s *= tl.load(key_scales + scale_offset, mask=present, other=0.0).to(tl.float32)[None, :]
+        if softcap is not None:
+            # tanh |x| = (1 - t) / (1 + t), t = e^(-2 |x|); scores are times log2(e), as powers of 2 want them.
+            t = tl.exp2(tl.abs(s) * (-2.8853900817779268 / softcap))
+            s = tl.where(s < 0, -softcap, softcap) * ((1 - t) / (1 + t))
         if MASKED:
             if position is None:
                 seen = present[None, :]

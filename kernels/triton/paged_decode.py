@@ -33,7 +33,7 @@ from kvrelay.kernels.triton.checks import check_tensor
 from kvrelay.kernels.triton.decode_work import ENTRY_FIELDS, STEP, DecodeParts, DecodeWork
 from kvrelay.kernels.triton.launch import Launch, launch, shared_bytes
 from kvrelay.kernels.triton.overlap import begin_after_inputs, overlapping
-from kvrelay.kernels.triton.paged import LOG2_E, PagedKV, attend_keys, begin_softmax, check_attention
+from kvrelay.kernels.triton.paged import LOG2_E, PagedKV, attend_keys, begin_softmax, check_attention, check_scores
 
 SUMMED = 8192
 """Size of one read in numbers, when the parts of a row are added up: 64 for each thread."""
@@ -168,6 +168,8 @@ def paged_decode_kernel(
     arrivals,
     out,
     scale,
+    softcap,
+    sinks,
     table_stride,
     GROUP: tl.constexpr,
     DIM: tl.constexpr,
@@ -200,8 +202,11 @@ def paged_decode_kernel(
         row_head = row * heads + (head * GROUP + m)
         offset = row_head[:, None] * DIM + d[None, :]
         q = tl.load(query + offset, mask=inside, other=0.0)
+        # The first part of a row has the row's sink.
+        behind = m * 0 + tl.where(part < 0, 0, part - tl.load(entry + 4))
+        state = begin_softmax(sinks, head * GROUP + m, (behind == 0) & (m < GROUP), BLOCK_M, BLOCK_D)
         total, largest, weight = attend_keys(
-            begin_softmax(BLOCK_M, BLOCK_D),
+            state,
             q,
             scale,
             (keys, values, key_scales, value_scales, block_stride, scale_block_stride),
@@ -213,6 +218,7 @@ def paged_decode_kernel(
             first,
             None,
             0,
+            softcap,
             MASKED=True,
             WINDOWED=False,
             TMA=False,
@@ -234,6 +240,8 @@ def paged_decode(
     work: DecodeWork,
     parts: DecodeParts,
     out: Tensor,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> Launch | None:
     """Writes the attention of one token of each row of the work list into `out`; None if there are no rows.
 
@@ -243,11 +251,14 @@ def paged_decode(
         work: for R rows or more, on the device; a plan of R rows or fewer.
         parts: for as many programs; no other launch may use it at the same time.
         out: [R, H, D].
+        softcap: c of c tanh(score / c); 0 for none.
+        sinks: float32 [H] scores that take a share of each query's attention for nothing, or None.
 
     Raises:
         ValueError: a tensor has another shape, type or device than it should.
     """
     kv_heads, group, block_size, dim = check_attention(query, kv, block_tables, 0, out)
+    check_scores(query, softcap, sinks)
     programs = check_work(query, block_tables, work, parts, kv_heads, dim)
     if not len(query):
         return None
@@ -270,6 +281,8 @@ def paged_decode(
         *parts,
         out,
         LOG2_E * dim**-0.5,
+        LOG2_E * softcap if softcap else None,
+        sinks,
         block_tables.stride(0),
         GROUP=group,
         DIM=dim,

@@ -32,6 +32,9 @@ class Sequences:
     contexts: list[int]
     lengths: list[int]
 
+    softcap: float = 0.0
+    sinks: Tensor | None = None
+
     def expected(self, window: int = 0) -> Tensor:
         """[T, H, D] by the definition, in float32 or better."""
         pool, layer, scales = self.kv
@@ -42,7 +45,9 @@ class Sequences:
         for query, context, table in zip(
             self.query.split(self.lengths), self.contexts, self.block_tables.tolist(), strict=True
         ):
-            rows.append(paged_attention(query, held, layer, table, context, window, torch.float64))
+            rows.append(
+                paged_attention(query, held, layer, table, context, window, torch.float64, self.softcap, self.sinks)
+            )
         return torch.cat(rows)
 
 
@@ -128,7 +133,7 @@ def prefill(case: Sequences, window: int = 0, tile: Tile = SMALL) -> Tensor:
     tiles = plan_tiles(np.array(case.contexts) - lengths, lengths, tile.rows // group, window)
     tiles = torch.from_numpy(tiles).to(case.query.device)
     out = torch.empty_like(case.query)
-    flash_prefill(case.query, case.kv, case.block_tables, tiles, tile, window, out)
+    flash_prefill(case.query, case.kv, case.block_tables, tiles, tile, window, out, case.softcap, case.sinks)
     return out
 
 
@@ -160,7 +165,7 @@ def decode(case: Sequences, window: int = 0, programs: int = 4) -> Tensor:
     shape = heads, case.kv.pool.shape[3], dim
     work, parts = planned(case.contexts, programs, shape, case.query.device, window)
     out = torch.full_like(case.query, torch.nan)
-    paged_decode(case.query, case.kv, case.block_tables, work, parts, out)
+    paged_decode(case.query, case.kv, case.block_tables, work, parts, out, case.softcap, case.sinks)
     assert not parts.arrivals.any(), "the next launch counts from 0"
     return out
 

@@ -100,6 +100,16 @@ def test_pages_and_heads_of_every_size(device: torch.device, heads: int, dim: in
     check_close(prefill(case, tile=Tile(32, keys, 4, 2)), case.expected())
 
 
+@pytest.mark.parametrize("kv_dtype", [F16, pytest.param(torch.int8, marks=more)], ids=str)
+@pytest.mark.parametrize("window", [70, pytest.param(0, marks=more)])
+def test_soft_caps_and_sinks(device: torch.device, kv_dtype: torch.dtype, window: int) -> None:
+    for attend, tokens in ((decode, ([300, 33], [1, 1])), (prefill, ([75, 20], [40, 20]))):
+        case = make_sequences((6, 2, 64), *tokens, kv_dtype=kv_dtype, device=device)
+        case.query *= 4
+        case.softcap, case.sinks = 5.0, torch.linspace(-3, 4, 6, device=device)
+        check_close(attend(case, window), case.expected(window))
+
+
 @pytest.mark.parametrize("kv_dtype", [torch.int8, pytest.param(torch.float8_e4m3fn, marks=more)], ids=str)
 @pytest.mark.parametrize("window", [pytest.param(0, marks=more), 70])
 def test_kv_of_8_bits(device: torch.device, kv_dtype: torch.dtype, window: int) -> None:
@@ -264,6 +274,8 @@ GIVEN = {
     ("kernel", "change", "message"),
     [
         (flash_prefill, {"window": -1}, "window is -1; allowed: 0"),
+        (flash_prefill, {"softcap": -1.0}, "softcap is -1.0; allowed: 0"),
+        (paged_decode, {"sinks": zeros(2)}, "sinks is torch.float16; allowed: torch.float32"),
         (flash_prefill, {"tile": Tile(1, 16, 4, 2)}, "tile.rows is 1; allowed: 2"),
         (flash_prefill, {"tile": Tile(32, 32, 4, 2, tma=True)}, "tile.tma with pages of 16 slots"),
         (flash_prefill, {"tiles": zeros(1, 4)}, "tiles is torch.float16"),
@@ -304,6 +316,8 @@ class Launch:
     """Buffers: of prefill on sm_90 and sm_100, of decode where a multiprocessor has 163 KiB of shared memory."""
     stack: int = 0
     """Bytes of each thread that may be spilled, at most."""
+    softcap: float = 0.0
+    sinks: bool = False
     chosen: int = 0
     """The architecture that `make test-all` compiles it for; 0 for none."""
     architectures: tuple[int, ...] = ARCHITECTURES
@@ -311,6 +325,9 @@ class Launch:
     def tile(self, architecture: int) -> Tile:
         page = self.block_size if self.kv_dtype == self.dtype else 0
         return choose_tile(self.dim, self.dtype, page, architecture, self.group)
+
+    def scores(self) -> tuple[float, Tensor | None]:
+        return self.softcap, torch.zeros(2 * self.group) if self.sinks else None
 
     def blank(self, rows: int) -> tuple[Tensor, PagedKV, Tensor]:
         shape = (self.group * 2, 2, self.dim)
@@ -321,10 +338,10 @@ E4M3 = torch.float8_e4m3fn
 WITH_E4M3 = (89, 90, 100, 120)
 # The chosen architectures cover each property of the code once. Prefill attention has pages by copy engine and by
 # address, each for `wgmma` (90) and `tcgen05` (100), and `mma` with much shared memory (80) and with little (89, 120);
-# windows; numbers of 32, 16 and 8 bits; heads that are no power of 2 or no whole 16 bytes; groups
+# windows, soft caps and sinks; numbers of 32, 16 and 8 bits; heads that are no power of 2 or no whole 16 bytes; groups
 # that don't divide a tile or fill one. Decode attention has the same matrix instruction everywhere: architectures
 # differ in memory, registers and the wait for the kernel before (90 and 100). A launch without a chosen one differs
-# from another one only in a type that is covered elsewhere.
+# from another one only in a type or a score that is covered elsewhere.
 PREFILLS = [
     Launch(block_size=64, window=4096, chosen=90),  # by TMA
     Launch(chosen=80),
@@ -334,8 +351,8 @@ PREFILLS = [
     Launch(dim=256, group=2, block_size=64, chosen=90),
     Launch(kv_dtype=torch.int8, window=4096, stages=2, chosen=90),
     Launch(kv_dtype=E4M3, stages=2, chosen=100, architectures=WITH_E4M3),
-    Launch(dim=64, group=8, block_size=64, window=128, chosen=90),
-    Launch(dim=256, group=2, window=4096, stack=16, chosen=90),
+    Launch(dim=64, group=8, block_size=64, window=128, sinks=True, chosen=90),
+    Launch(dim=256, group=2, window=4096, softcap=50.0, stack=16, chosen=90),
     Launch(dim=36, block_size=64, stack=48, chosen=89),
     Launch(dim=256, kv_dtype=torch.int8, stages=2, stack=64, chosen=120),
     Launch(dtype=F32, kv_dtype=F32, stages=1, chosen=100),
@@ -346,11 +363,12 @@ DECODES = [
     Launch(block_size=64, programs=1, chosen=100),
     Launch(dim=64, group=8, dtype=F16, kv_dtype=F16, stages=4),
     Launch(dim=80, group=7, chosen=120),
-    Launch(dim=256, group=2, stages=2, stack=8, chosen=90),
+    Launch(dim=256, group=2, stages=2, stack=8),
     Launch(kv_dtype=torch.int8, stages=4, chosen=86),
     Launch(kv_dtype=E4M3, stages=4, chosen=89, architectures=WITH_E4M3),
     Launch(dim=36, stages=4, chosen=120),
-    Launch(dim=64, group=8, stages=4, chosen=100),
+    Launch(dim=64, group=8, stages=4, sinks=True, chosen=100),
+    Launch(dim=256, group=2, stages=2, stack=8, softcap=50.0, chosen=90),
     Launch(dim=256, kv_dtype=torch.int8, stack=96, chosen=100),
     Launch(dtype=F32, kv_dtype=F32, chosen=90),
     Launch(group=32, dtype=F32, kv_dtype=F32, stack=96, chosen=80),
@@ -372,7 +390,7 @@ def compiled(launches: list[Launch]) -> pytest.MarkDecorator:
 def launch_prefill(launch: Launch, architecture: int) -> None:
     query, kv, tables = launch.blank(rows=1)
     tiles, tile = ints(1, 4), launch.tile(architecture)
-    flash_prefill(query, kv, tables, tiles, tile, launch.window, torch.zeros_like(query))
+    flash_prefill(query, kv, tables, tiles, tile, launch.window, torch.zeros_like(query), *launch.scores())
 
 
 @compiled(PREFILLS)
@@ -395,7 +413,7 @@ def test_prefill_compiled(compiler: Compiler, launch: Launch, architecture: int)
 def launch_decode(launch: Launch) -> None:
     query, kv, tables = launch.blank(rows=3)
     parts = DecodeParts.empty(launch.programs, query.shape[1], 2, launch.dim, query.device)
-    paged_decode(query, kv, tables, make_work(3, launch.programs), parts, torch.zeros_like(query))
+    paged_decode(query, kv, tables, make_work(3, launch.programs), parts, torch.zeros_like(query), *launch.scores())
 
 
 @compiled(DECODES)

@@ -78,13 +78,13 @@ def choose(
             if not all_agree(group, check.agrees(found, exactness)):
                 raise UnfitError(f"its logits differ by {found[0]:.2g} of the largest, {found[1]:.2g} of their spread")
             serving = _serving(model, make, team)
-            if isinstance(way, FlatWay) and way.use_native():
+            if isinstance(way, FlatWay) and way.use_kernels():
                 calls = dict(way.calls)
                 native = check.difference(way, prompts, placing)
                 if all_agree(group, check.agrees(native, exactness)):
                     found, serving = native, _native(model, calls, team)
                 else:
-                    logger.warning("the native attention's logits differ by %g, so torch attends", native[0])
+                    logger.warning("the attention kernels' logits differ by %g, so torch attends", native[0])
             return Choice(name, placing, serving, found, tuple(refused))
         except CollectiveError:
             raise
@@ -104,7 +104,7 @@ def _native(model: PreTrainedModel, calls: Mapping[int, Call], team: Team | None
     def make(store: Store) -> Way:
         way = FlatWay(model, store, team)
         way.calls.update(calls)
-        way.use_native()
+        way.use_kernels()
         return way
 
     return make

@@ -6,9 +6,10 @@ several times, name another one. The mask function, registered too, only says wh
 at the tokens' positions in their own sequences.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -32,7 +33,7 @@ from kvrelay.engine.models.general.inputs import Inputs
 from kvrelay.engine.models.general.latents.absorbed import intercept
 from kvrelay.engine.models.general.latents.layers import Latents
 from kvrelay.engine.models.general.narrow import Narrowing, mix
-from kvrelay.engine.models.general.native import Call, NativeFlat
+from kvrelay.engine.models.general.native import Call, FlatKernels, NativeTrack, Track
 from kvrelay.engine.models.general.observe import cache_argument
 from kvrelay.engine.models.general.places import LayerPlaces
 from kvrelay.engine.models.general.reading import set_attention
@@ -168,7 +169,7 @@ class FlatWay:
         self._attended: set[int] = set()
         self.calls: dict[int, Call] = {}
         """The latest call of attention of each cache layer."""
-        self._native: NativeFlat | None = None
+        self._native: FlatKernels | None = None
         self._latents: Latents | None = None
         if any(layer.cache.latent for layer in store.placing.layers):
             self._latents = Latents(store, team)
@@ -223,11 +224,10 @@ class FlatWay:
             return DummyLayer()
         return (FlatWindowLayer if places.cache.window else FlatLayer)(self, number, places)
 
-    def use_native(self) -> bool:
-        """Uses the native kernels for attention from now on, if they support what the model has asked for so far."""
-        if self.team is not None:
-            self._native = NativeFlat.fitting(self.store, self.calls, self.team)
-        latents = self._latents is not None and self._latents.use_native()
+    def use_kernels(self) -> bool:
+        """Uses kernels for attention from now on, if they support what the model has asked for so far."""
+        self._native = FlatKernels.fitting(self.store, self.calls, partial(kernels_of, self.store, self.team))
+        latents = self._latents is not None and self._latents.use_kernels()
         return latents or self._native is not None
 
     @property
@@ -310,6 +310,16 @@ class FlatWay:
         if self._running is None:
             raise UnfitError("the cache is used outside of a step")
         return self._running
+
+
+def kernels_of(store: Store, team: Team | None, track: int, calls: Mapping[int, Call]) -> Track | None:
+    """The kernels of attention for a track on the store's device; None if there are none that read its pages."""
+    if store.device.type == "cuda":
+        # Triton, which a worker without a GPU doesn't need.
+        from kvrelay.engine.models.general.triton import TritonTrack
+
+        return TritonTrack(store, track, calls) if TritonTrack.fits(store, track) else None
+    return NativeTrack(store, track, calls, team) if team is not None and NativeTrack.fits(store, track) else None
 
 
 def _state_ops(device: torch.device, team: Team | None) -> StateOps:

@@ -1,7 +1,8 @@
-"""The flat way's attention on the native CPU kernels: reads the pages in place."""
+"""The flat way's attention on kernels that read the pages in place: on a CPU the native ones, on a GPU Triton's."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -27,8 +28,21 @@ class Call:
     """[H], or None."""
 
 
-class NativeTrack:
+class Track(Protocol):
     """The kernels for one track, whose layers have keys and values of one shape."""
+
+    def plan(self, step: Step) -> None:
+        """Begins a step."""
+        ...
+
+    def run(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+        """Writes keys and values and attends: [1, T, H, D] of queries, keys and values [1, heads, T, D]; valid until
+        the next call."""
+        ...
+
+
+class NativeTrack:
+    """Implements `Track` on a CPU."""
 
     def __init__(self, store: Store, track: int, calls: Mapping[int, Call], team: Team) -> None:
         """
@@ -46,13 +60,19 @@ class NativeTrack:
         self._programs: list[Program] = []
         self._make_room(LEAST_TOKENS)
 
+    @staticmethod
+    def fits(store: Store, track: int) -> bool:
+        """Whether the kernels read the track's pages."""
+        pool = store.pools[track]
+        return supports(pool.tensor.dtype) and pool.layout.order == "NHD"
+
     def plan(self, step: Step) -> None:
-        """Begins a step."""
+        """See `Track.plan`."""
         self._kernels.plan(step.starts, step.lengths, step.tables[self.group])
         self._make_room(len(step.tokens))
 
     def run(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-        """[1, T, H, D] of queries, keys and values [1, heads, T, D]; valid until the next call."""
+        """See `Track.run`."""
         tokens, heads, keys = query.shape[2], self._heads, self._pool.layout.kv_heads
         source = self._qkv[:tokens]
         factor = scaling * query.shape[3] ** 0.5
@@ -85,10 +105,13 @@ class NativeTrack:
             self._programs.append(Program(self._team.library, (WRITE, args), (ATTEND, args)))
 
 
-class NativeFlat:
+MakeTrack = Callable[[int, Mapping[int, Call]], Track | None]
+
+
+class FlatKernels:
     """The kernels for those tracks that they support."""
 
-    def __init__(self, store: Store, tracks: Mapping[int, NativeTrack]) -> None:
+    def __init__(self, store: Store, tracks: Mapping[int, Track]) -> None:
         self._tracks = tracks
         self._layers = {
             number: (tracks[layer.keys.track], layer.keys.layer)
@@ -97,11 +120,12 @@ class NativeFlat:
         }
 
     @classmethod
-    def fitting(cls, store: Store, calls: Mapping[int, Call], team: Team) -> "NativeFlat | None":
+    def fitting(cls, store: Store, calls: Mapping[int, Call], make: MakeTrack) -> "FlatKernels | None":
         """The kernels; None if they support no track.
 
         Args:
             calls: how each cache layer is attended to.
+            make: gives the kernels for a track by its layers' calls, or None.
         """
         calls_of: dict[int, dict[int, Call]] = {}
         others: set[int] = set()
@@ -114,12 +138,12 @@ class NativeFlat:
                 others.add(track)
                 continue
             calls_of.setdefault(track, {})[layer.keys.layer] = call
-        found = {}
+        found: dict[int, Track] = {}
         for track, of_layers in calls_of.items():
-            pool = store.pools[track]
-            fits = supports(pool.tensor.dtype) and pool.layout.order == "NHD" and store.device.type == "cpu"
-            if fits and track not in others and len({call.heads for call in of_layers.values()}) == 1:
-                found[track] = NativeTrack(store, track, of_layers, team)
+            alike = len({call.heads for call in of_layers.values()}) == 1
+            kernels = make(track, of_layers) if alike and track not in others else None
+            if kernels is not None:
+                found[track] = kernels
         return cls(store, found) if found else None
 
     def plan(self, step: Step) -> None:
@@ -132,6 +156,6 @@ class NativeFlat:
         return layer in self._layers
 
     def run(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-        """See `NativeTrack.run`."""
+        """See `Track.run`."""
         track, number = self._layers[layer]
         return track.run(number, query, key, value, scaling)

@@ -38,7 +38,7 @@ class Latents:
         self._tokens: Tensor | None = None
         self._planned: set[int] = set()
 
-    def use_native(self) -> bool:
+    def use_kernels(self) -> bool:
         """Uses kernels for attention from now on, if they can read the pools of all layers."""
         layers = [places for places in self._store.placing.layers if places.cache.latent]
         if self._store.device.type == "cuda":
