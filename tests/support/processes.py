@@ -373,7 +373,8 @@ def process_cluster(
         cluster.router = ",".join(cluster.addresses.values())
         for process in cluster.workers.values():
             process.address()
-        wait_until(lambda: cluster.status().ready, "cluster ready", START_SECONDS)
+        members = [name for name in cluster.processes if name != "supervisor"]
+        wait_until(lambda: all(map(cluster.is_ready, members)), "all members are ready", START_SECONDS)
         wait_until(cluster.reached, "every router has reached every worker", START_SECONDS)
         yield cluster
     finally:
