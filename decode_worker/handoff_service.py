@@ -6,8 +6,7 @@ from contextlib import suppress
 
 import grpc
 
-from kvrelay.decode_worker.kv_receiver import KVReceiver
-from kvrelay.decode_worker.receiver_ports import ReceiverHost
+from kvrelay.decode_worker.kv_receiver import KVReceiver, ReceiverHost
 from kvrelay.rpc.identity import WorkerId
 from kvrelay.rpc.options import HELLO_SECONDS
 from kvrelay.transfer.links.endpoint_loop import EndpointLoop, HandoffSetup

@@ -27,7 +27,7 @@ from kvrelay.engine.kv.blocks import IntegrityError
 from kvrelay.engine.request import Request
 from kvrelay.engine.scheduling.progress import Progress, Reservation
 from kvrelay.engine.scheduling.room import REPORTED, Room
-from kvrelay.internal.v1.supervisor_pb2 import ROLE_PREFILL, Member
+from kvrelay.internal.v1.supervisor_pb2 import ROLE_PREFILL
 from kvrelay.internal.v1.worker_pb2 import (
     PHASE_COLOCATED,
     PHASE_DECODE,
@@ -75,15 +75,8 @@ class DecodeRole(HandoffRole):
     def endpoint(self) -> Endpoint[Receiving]:
         return self._receiver
 
-    def epoch(self, incarnation: str) -> int:
-        return self._receiver.epoch(incarnation)
-
     async def close(self, code: Code) -> None:
         await self._service.close(code)
-
-    def members_changed(self, members: Sequence[Member]) -> None:
-        super().members_changed(members)
-        self._receiver.peers_changed()
 
     def submit(self, request: Request, submit: Submit) -> None:
         peer = peer_of(submit)

@@ -29,7 +29,7 @@ from kvrelay.engine.request import Request
 from kvrelay.engine.scheduling.progress import Progress
 from kvrelay.engine.sequence import Sequence as EngineSequence
 from kvrelay.engine.states import StatesLayout
-from kvrelay.internal.v1.supervisor_pb2 import ROLE_DECODE, Member
+from kvrelay.internal.v1.supervisor_pb2 import ROLE_DECODE
 from kvrelay.internal.v1.worker_pb2 import PHASE_COLOCATED, PHASE_PREFILL, RequestEvent, Submit, TransferReport
 from kvrelay.prefill_worker.handoff_client import HandoffClient
 from kvrelay.prefill_worker.kv_sender import Sending
@@ -76,15 +76,8 @@ class PrefillRole(HandoffRole):
         # What comes with hidden states may hold blocks of a request that was cancelled.
         return super().active + self._fetched - self._came
 
-    def epoch(self, incarnation: str) -> int:
-        return self._sender.epoch(incarnation)
-
     async def close(self, code: Code) -> None:
         await self._client.close(code)
-
-    def members_changed(self, members: Sequence[Member]) -> None:
-        super().members_changed(members)
-        self._sender.peers_changed()
 
     def submit(self, request: Request, submit: Submit) -> None:
         peer = peer_of(submit)

@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import Any
 
 from kvrelay.internal.v1.describe_pb2 import Description
 from kvrelay.internal.v1.supervisor_pb2 import (
@@ -16,6 +17,7 @@ from kvrelay.internal.v1.worker_pb2 import Failure
 from kvrelay.rpc.identity import WorkerId
 from kvrelay.transfer.frames.frames import PoolFrames
 from kvrelay.transfer.links.endpoint_loop import HandoffSetup
+from kvrelay.transfer.protocol.endpoint import Endpoint
 from kvrelay.transfer.protocol.messages import Code
 from kvrelay.transfer.protocol.peers import Peer
 from kvrelay.transfer.protocol.ports import NoTransportError
@@ -54,6 +56,10 @@ class HandoffRole(Role, ABC):
         self.setup = self.make_setup()
         self.transports = entries(self.setup.transports)
 
+    @property
+    @abstractmethod
+    def endpoint(self) -> Endpoint[Any]: ...
+
     def make_setup(self) -> HandoffSetup:
         """Everything that this worker hands KV over with."""
         worker, config, gpu = self.worker, self.worker.config, self.worker.pools[0].bytes.is_cuda
@@ -85,6 +91,7 @@ class HandoffRole(Role, ABC):
                     Peer(worker, member.address, tuple(member.transports), states_of(member), degree_of(member))
                 )
         self.peers.update(peers, dead)
+        self.endpoint.peers_changed()
 
     @abstractmethod
     def end(self, key: Key, code: Code) -> None:
@@ -94,14 +101,10 @@ class HandoffRole(Role, ABC):
     async def close(self, code: Code) -> None:
         """Ends all hand-offs, for the reason that the peers are told."""
 
-    @abstractmethod
-    def epoch(self, incarnation: str) -> int:
-        """Epoch of the link to a worker; 0 if there is none now."""
-
     def tell(self, found: Description) -> None:
         config = self.worker.config.transfer
         for peer in self.peers:
-            state = found.pairs.add(peer=peer.name, epoch=self.epoch(peer.incarnation))
+            state = found.pairs.add(peer=peer.name, epoch=self.endpoint.epoch(peer.incarnation))
             try:
                 state.transport = choose(config.transport, self.transports, peer.transports)
             except NoTransportError as error:
