@@ -78,6 +78,14 @@ class DecodeRole(HandoffRole):
     async def close(self, code: Code) -> None:
         await self._service.close(code)
 
+    def expect(self, request: Request, submit: Submit) -> None:
+        """Promises blocks, so that no router gives them away while the request waits for its KV."""
+        if submit.phase == PHASE_DECODE:
+            blocks = self._room.wanted(request, len(request.tokens))
+            self._promised[request.key] = Holding(holder=request.holder, blocks=blocks)
+            self._coming[request.key] = request.urgency.rank, request.holder
+            self.worker.engine.scheduler.coming = frozenset(self._coming.values())
+
     def submit(self, request: Request, submit: Submit) -> None:
         peer = peer_of(submit)
         if submit.phase != PHASE_DECODE:
@@ -85,10 +93,6 @@ class DecodeRole(HandoffRole):
         elif peer is None:
             self.worker.fail(request.key, Failure(code=Failure.CODE_INTERNAL, message="it names no prefill worker"))
         else:
-            blocks = self._room.wanted(request, len(request.tokens))
-            self._promised[request.key] = Holding(holder=request.holder, blocks=blocks)
-            self._coming[request.key] = request.urgency.rank, request.holder
-            self.worker.engine.scheduler.coming = frozenset(self._coming.values())
             self._receiver.expect(request.key, peer, request.tokens, request.urgency)
 
     def promised(self) -> Promised:

@@ -152,6 +152,7 @@ class EngineThread:
                     _, second, slowest = sorted((slowest, second, time.monotonic() - began))
                     self._slowest_steps = slowest, second
                 self._step_began = None
+                del progress  # while the thread is idle, it keeps no sequence, hold or hidden states
         except BaseException as error:  # whatever it was, the process must learn of it
             logger.exception("the engine failed")
             failure = error

@@ -44,8 +44,11 @@ class Role:
     def members_changed(self, members: Sequence[Member]) -> None:
         """Takes a change of the supervisor's membership."""
 
+    def expect(self, request: Request, submit: Submit) -> None:
+        """Counts a request of one of `phases`, which `submit` takes at once or once nothing is missing."""
+
     def submit(self, request: Request, submit: Submit) -> None:
-        """Takes a request of one of `phases`."""
+        """Takes a request that `expect` has counted."""
         raise NotImplementedError
 
     def cancel(self, key: Key, cause: Failure.Cause = Failure.CAUSE_UNSPECIFIED) -> None:

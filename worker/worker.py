@@ -347,13 +347,15 @@ class Worker:
         self._live[key] = live = LiveRequest.of(submit, request, stream, expiry)
         self._submitted += 1
         self._idle.clear()
-        peer = peer_of(submit)
         if live.held is not None:
             stream.push(RequestEvent(request_id=key[0], attempt=key[1], taken=True))
-        elif request.sampling.constraint is None and (peer is None or not self.role.peers.is_news(peer)):
-            self.role.submit(request, submit)
         else:
-            self._submit_later(live, submit)
+            self.role.expect(request, submit)
+            peer = peer_of(submit)
+            if request.sampling.constraint is None and (peer is None or not self.role.peers.is_news(peer)):
+                self.role.submit(request, submit)
+            else:
+                self._submit_later(live, submit)
         self._loads.changed()
 
     def begin(self, key: Key, stream: RelayStream) -> None:
@@ -361,6 +363,7 @@ class Worker:
         live = self._live.get(key)
         if live is not None and live.stream is stream and live.held is not None:
             submit, live.held = live.held, None
+            self.role.expect(live.request, submit)
             self._submit_later(live, submit)
             self._loads.changed()
 
@@ -379,6 +382,7 @@ class Worker:
                 await self.role.peers.met(peer, NEWS_SECONDS)
             if self._live.get(key) is live:
                 self.role.submit(live.request, submit)
+                self._loads.changed()
 
         task = asyncio.create_task(give(), name=f"submit {live.request.key}")
         task.add_done_callback(self._on_task_done)

@@ -408,6 +408,7 @@ class Call:
                 async with self._in_time(request.first_token_seconds):
                     await self.ticket.again(place)
                 await self._turn()  # many may get places at once
+        del session  # its attempt and its output aren't kept while the call waits for its turn
         outcome = FinishReason.Name(finish_reason).removeprefix("FINISH_REASON_").lower()
         try:
             await self._turn()  # many may end with one step of a worker

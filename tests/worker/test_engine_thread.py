@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from queue import SimpleQueue
 from types import SimpleNamespace
@@ -10,6 +11,7 @@ import pytest
 
 from kvrelay.engine.scheduling.progress import Progress
 from kvrelay.worker.engine_thread import EngineThread
+from support.processes import wait_until
 
 pytestmark = pytest.mark.anyio
 SECONDS = 30.0
@@ -68,6 +70,25 @@ def test_an_idle_engine_steps_once_a_command_gives_it_work(started: Started) -> 
     started.thread.post(give_work)
     reported = [started.steps.get(timeout=SECONDS)[0] for _ in range(3)]  # type: ignore[index]  # lists of one thread
     assert {thread.name for thread in reported} == {"engine"}
+
+
+def test_an_idle_engine_keeps_nothing_of_its_last_step(started: Started) -> None:
+    """A report has sequences, holds and hidden states on the device."""
+
+    class Report:
+        pass
+
+    kept: list[weakref.ref[Report]] = []
+
+    def step() -> list[object]:
+        progress = Report()
+        kept.append(weakref.ref(progress))
+        started.engine.work, started.engine.steps = 0, 1
+        return [progress]
+
+    started.step_by(step)
+    started.steps.get(timeout=SECONDS)
+    wait_until(lambda: kept[0]() is None, "the report is gone")
 
 
 def test_a_step_without_progress_is_reported_too(started: Started) -> None:

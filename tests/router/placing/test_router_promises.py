@@ -61,7 +61,6 @@ def two_routers(serve: Serve, stack: AsyncExitStack, checkpoint: Path) -> Callab
             compatibility=digest,
         )
         cluster = await serve(*beside)
-        server.worker.role.members_changed([worker.member() for worker in beside])
         second = await stack.enter_async_context(second_router(cluster))
         cluster.supervisor.announce(member, *(worker.member() for worker in beside))
         for router in (cluster.router, second):
