@@ -11,15 +11,17 @@ former where every request was sent when it was due. Percentiles are interpolate
 
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvrelay.cli.bench.load import Request
+if TYPE_CHECKING:
+    from kvrelay.cli.bench.load import Request  # `kvrelay top` imports this module, and no client
 
 LATENCIES = ("ttft", "tpot", "itl", "e2el", "ttft_scheduled", "e2el_scheduled")
 
 
-def values(requests: Sequence[Request]) -> dict[str, list[float]]:
+def values(requests: Sequence["Request"]) -> dict[str, list[float]]:
     """Each of LATENCIES of the completed requests, in seconds."""
     begun = [(request, request.ttft, request.latency) for request in requests if request.ok]
     done = [(request, ttft, latency) for request, ttft, latency in begun if ttft is not None and latency is not None]
@@ -34,7 +36,7 @@ def values(requests: Sequence[Request]) -> dict[str, list[float]]:
 
 
 def figures(
-    requests: Sequence[Request], duration: float, goodput: Mapping[str, float], percentiles: Sequence[float]
+    requests: Sequence["Request"], duration: float, goodput: Mapping[str, float], percentiles: Sequence[float]
 ) -> dict[str, float]:
     """All figures of one run.
 
@@ -77,7 +79,7 @@ def good(measured: Mapping[str, float | None], limits: Mapping[str, float]) -> b
     return all(1e3 * (measured[name] or 0.0) <= limit for name, limit in limits.items())
 
 
-def in_flight(requests: Sequence[Request]) -> list[tuple[float, int]]:
+def in_flight(requests: Sequence["Request"]) -> list[tuple[float, int]]:
     """Each time at which the number of requests in flight changes, and the number from then on."""
     # At one moment, ends come before beginnings.
     changes = sorted(change for each in requests for change in ((each.sent, 1), (each.ended, -1)))

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from kvrelay.engine.config import Dtype, EngineConfig
 from kvrelay.engine.kv.layout import FloatDtype
 from kvrelay.engine.kv.memory import DeviceMemory, make_pools, memory_of, tokens_within
-from kvrelay.engine.kv.pool import TORCH_DTYPES
+from kvrelay.engine.kv.pool import TORCH_DTYPES, wait_for_stream
 from kvrelay.engine.models.fast.loader import OnLoaded
 from kvrelay.engine.models.fast.slices import share_hashes
 from kvrelay.engine.models.general.check import Prompts
@@ -142,6 +142,9 @@ class GeneralRunner:
             for copy in plan.copies:
                 if not copy.before:
                     self.store.copy_slots(copy.group, copy.source, copy.target)
+            if self.pool.bytes.device.type == "cuda":
+                # A step without logits has waited for nothing yet, and links read its KV on streams of their own.
+                wait_for_stream(self.pool.bytes.device)
             if not len(rows) or self._rank:
                 empty = StepOutput((None,) * plan.num_rows, prompt_logprobs=prompt_logprobs, states=states)
                 return FinishedStep(empty)

@@ -96,13 +96,20 @@ def difference(way: Way, prompts: Prompts, placing: Placing) -> tuple[float, flo
         for step, wanted, origins in steps(prompts.tokens, placing):
             logits = way.run(step, wanted).cpu()
             for found, (prompt, position) in zip(logits, origins, strict=True):
-                expected = prompts.logits[prompt][position]
-                if found.shape != expected.shape or not bool(found.isfinite().all()):
-                    return float("inf"), float("inf")
-                gap = (found - expected).abs()
-                worst = max(worst, float(gap.max()) / max(1.0, float(expected.abs().max())))
-                means.append(float(gap.mean()) / max(1e-6, float(expected.std())))
+                largest, mean = apart(found, prompts.logits[prompt][position])
+                worst = max(worst, largest)
+                means.append(mean)
     return worst, float(np.quantile(means, 0.9))
+
+
+def apart(found: Tensor, expected: Tensor) -> tuple[float, float]:
+    """As `difference`, of one position's logits."""
+    if found.shape != expected.shape or not bool(found.isfinite().all()):
+        return float("inf"), float("inf")
+    gap = (found - expected).abs()
+    return float(gap.max()) / max(1.0, float(expected.abs().max())), float(gap.mean()) / max(
+        1e-6, float(expected.std())
+    )
 
 
 def agrees(found: tuple[float, float], dtype: torch.dtype) -> bool:

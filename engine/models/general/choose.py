@@ -78,13 +78,12 @@ def choose(
             if not all_agree(group, check.agrees(found, exactness)):
                 raise UnfitError(f"its logits differ by {found[0]:.2g} of the largest, {found[1]:.2g} of their spread")
             serving = _serving(model, make, team)
-            if isinstance(way, FlatWay) and way.use_kernels():
-                calls = dict(way.calls)
-                native = check.difference(way, prompts, placing)
-                if all_agree(group, check.agrees(native, exactness)):
-                    found, serving = native, _native(model, calls, team)
-                else:
-                    logger.warning("the attention kernels' logits differ by %g, so torch attends", native[0])
+            kernels = _of_kernels(way, prompts, placing) if isinstance(way, FlatWay) else None
+            agreed = all_agree(group, kernels is not None and check.agrees(kernels, exactness))
+            if agreed and kernels is not None and isinstance(way, FlatWay):
+                found, serving = kernels, _native(model, dict(way.calls), team)
+            elif kernels is not None:
+                logger.warning("the attention kernels' logits differ by %g, so torch attends", kernels[0])
             return Choice(name, placing, serving, found, tuple(refused))
         except CollectiveError:
             raise
@@ -94,6 +93,21 @@ def choose(
             logger.info("%s doesn't run as %s: %s", type(model).__name__, name, reason)
     reasons = "; ".join(f"{name}: {reason}" for name, reason in refused)
     raise ValueError(f"{type(model).__name__} can't be served ({reasons})")
+
+
+def _of_kernels(way: FlatWay, prompts: check.Prompts, placing: Placing) -> tuple[float, float] | None:
+    """The difference with the attention kernels, which the way uses from now on; None if there are none, or they fail.
+
+    Raises:
+        CollectiveError: a rank is lost.
+    """
+    try:
+        return check.difference(way, prompts, placing) if way.use_kernels() else None
+    except CollectiveError:
+        raise
+    except Exception as error:  # noqa: BLE001  # a compiler or a driver fails in whatever way; torch attends without them
+        logger.warning("the attention kernels fail, so torch attends: %s: %s", type(error).__name__, str(error)[:200])
+        return None
 
 
 def _serving(model: PreTrainedModel, make: MakeWay, team: Team | None) -> Callable[[Store], Way]:

@@ -20,6 +20,12 @@ from kvrelay.kernels.triton.launch import processors_of
 from kvrelay.kernels.triton.paged import DIMS, PagedKV
 from kvrelay.kernels.triton.paged_decode import paged_decode
 
+FP8_ARCHITECTURE = 89
+"""First compute capability, times ten, for which Triton compiles loads of e4m3."""
+ALIGNMENT = 16
+"""Triton compiles a kernel again for a stride that this doesn't divide, and for an address that isn't a multiple of so
+many bytes: tables are padded to such strides, and work lists so that `starts` begins at such an address."""
+
 
 class TritonTrack:
     """Implements `Track`."""
@@ -34,7 +40,9 @@ class TritonTrack:
         self.group = store.groups[track]
         self._store, self._track, self._layout = store, track, layout
         self._calls = [calls[layer] for layer in range(layout.layers)]
-        self._sinks = [None if call.sinks is None else call.sinks.float().contiguous() for call in self._calls]
+        self._sinks = [
+            None if call.sinks is None else call.sinks.float().reshape(-1).contiguous() for call in self._calls
+        ]
         self._kv = [PagedKV(pool.tensor, layer, pool.scales) for layer in range(layout.layers)]
         self._heads = self._calls[0].heads
         self._programs = count_programs(layout.kv_heads, processors_of(device))
@@ -44,23 +52,26 @@ class TritonTrack:
     @staticmethod
     def fits(store: Store, track: int) -> bool:
         """Whether the kernels read the track's pages."""
-        layout = store.pools[track].layout
-        return layout.order == "HND" and DIMS[0] <= layout.head_dim <= DIMS[1]
+        layout, architecture = store.pools[track].layout, architecture_of(store.device)
+        known = layout.dtype != "fp8" or architecture >= FP8_ARCHITECTURE
+        return known and layout.order == "HND" and DIMS[0] <= layout.head_dim <= DIMS[1]
 
     def plan(self, step: Step) -> None:
         """See `Track.plan`."""
         device = self._store.device
         self._step, self._slots = step, self._store.slots(step, self._track)
-        self._tables = host(step.tables[self.group].astype(np.int32), device)
+        tables = step.tables[self.group].astype(np.int32)
+        self._tables = host(np.pad(tables, ((0, 0), (0, -tables.shape[1] % ALIGNMENT))), device)
         self._tiles: dict[int, Tensor] = {}
         self._longer, single = np.flatnonzero(step.lengths > 1), np.flatnonzero(step.lengths == 1)
         self._single = host(step.firsts[single], device)
         self._single_tables = self._tables[host(single, device)]
         self._work: dict[int, DecodeWork] = {}
+        rows = len(single) + (len(single) + self._programs - 1) % 2
         for window in {call.window or 0 for call in self._calls} if len(single) else ():
-            words = torch.zeros(sum(DecodeWork.sizes(len(single), self._programs)), dtype=torch.int32)
-            plan_decode(step.contexts[single], window, DecodeWork.view(words, len(single), self._programs))
-            self._work[window] = DecodeWork.view(words.to(device), len(single), self._programs)
+            words = torch.zeros(sum(DecodeWork.sizes(rows, self._programs)), dtype=torch.int32)
+            plan_decode(step.contexts[single], window, DecodeWork.view(words, rows, self._programs))
+            self._work[window] = DecodeWork.view(words.to(device), rows, self._programs)
 
     def run(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         """See `Track.run`."""

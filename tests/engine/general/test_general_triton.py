@@ -1,5 +1,7 @@
 """The flat way with Triton's attention, interpreted on a CPU, has the logits of torch's over the same pages."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -11,7 +13,9 @@ from kvrelay.engine.models.general.places import arrange
 from kvrelay.engine.models.general.step import Step
 from kvrelay.engine.models.general.store import Store, scratch_pools
 from kvrelay.engine.models.general.triton import TritonTrack
-from support.tiny_models import tiny_model
+from kvrelay.engine.runner.general import build_general_runner
+from support.general_table import OPTIONS
+from support.tiny_models import save, tiny_model
 
 STEPS = [([0, 0], [40, 3]), ([40, 3], [1, 5]), ([41, 8], [1, 1]), ([42, 9], [6, 1])]
 """Tokens of two sequences before each step, and in it."""
@@ -47,3 +51,16 @@ def test_kernels_attend_as_torch(model_type: str, kv_dtype: str, monkeypatch: py
                     logits[0] = way.run(step, np.arange(len(tokens)))
     for expected, given in zip(found[False], found[True], strict=True):
         torch.testing.assert_close(given, expected, rtol=1e-3, atol=1e-3)
+
+
+def test_torch_attends_where_the_kernels_fail(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*args: object) -> None:
+        raise RuntimeError("no such device")
+
+    monkeypatch.setattr(flat, "kernels_of", fail)
+    runner = build_general_runner(save("llama", tmp_path), "float32", OPTIONS)
+    assert runner.choice.name == "flat"
+    assert "attention" not in runner.native
+    assert "so torch attends: RuntimeError: no such device" in caplog.text
