@@ -11,7 +11,7 @@ and the next hand-off opens another. A link that ends is opened again under the 
 """
 
 import logging
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -51,7 +51,6 @@ from kvrelay.transfer.protocol.messages import (
     CloseLink,
     Code,
     Dial,
-    Finish,
     Grant,
     Hello,
     Key,
@@ -111,10 +110,6 @@ class Sending(Transfer[SendAttempt]):
     offered_at: float
     granted_at: float | None = None
     """Time when the receiver's first grant came."""
-    unannounced: defaultdict[int, set[Frame]] = field(default_factory=lambda: defaultdict(set))
-    """Frames that no link has begun to send, by epoch."""
-    finish: Finish | None = None
-    """Message that leaves behind the announcement of the last frame of its epoch; None once it has left."""
     steps: deque[tuple[int, KVWrites]] = field(default_factory=deque)
     """Steps whose end isn't known, oldest first: the tokens before those whose KV each computes, and its writes."""
 
@@ -272,8 +267,7 @@ class KVSender(Endpoint[Sending]):
                 case SendFrame(frame):
                     self._send(transfer, frame)
                 case SendFinish(message):
-                    transfer.finish = message
-                    self._finish(transfer)
+                    self.links.after_frames(pair.incarnation, message.epoch, key, partial(pair.stream.put, message))
                 case StopFrames(frames):
                     self._stop(transfer, frames)
                 case ReleaseHold(hold):
@@ -291,8 +285,7 @@ class KVSender(Endpoint[Sending]):
     def _send(self, transfer: Sending, frame: Frame) -> None:
         pair, post = transfer.pair, self.runtime.post
         route = pair.routes[frame.track]
-        announce, on_read = partial(post, self._announce, transfer, frame), partial(post, self._sent, transfer, frame)
-        transfer.unannounced[frame.epoch].add(frame)
+        announce, on_read = partial(post, self._announce, transfer), partial(post, self._sent, transfer, frame)
         source: Sequence[Any]
         if frame.states:
             claim, source = self._claim(transfer, frame), transfer.states.slices(frame.first, frame.tokens)
@@ -304,20 +297,11 @@ class KVSender(Endpoint[Sending]):
             transfer.started_at = transfer.started_at or self.runtime.now()
         self.links.submit(pair.incarnation, frame.epoch, route.ranks, job)
 
-    def _announce(self, transfer: Sending, frame: Frame, push: Push) -> None:
+    def _announce(self, transfer: Sending, push: Push) -> None:
         """Tells the receiver that the link begins to send a frame."""
         transfer.started_at = transfer.started_at or self.runtime.now()
         transfer.state_nbytes += push.nbytes if push.states else 0
         transfer.pair.stream.put(push)
-        transfer.unannounced[frame.epoch].discard(frame)
-        self._finish(transfer)
-
-    def _finish(self, transfer: Sending) -> None:
-        """Tells the receiver that it has all announcements, once it has."""
-        finish = transfer.finish
-        if finish is not None and not transfer.unannounced[finish.epoch]:
-            transfer.finish = None
-            transfer.pair.stream.put(finish)
 
     def _sent(self, transfer: Sending, frame: Frame) -> None:
         """Notes that the frame's blocks are no longer needed for it."""

@@ -380,6 +380,21 @@ async def test_a_step_that_ends_while_its_frame_is_submitted_wakes_the_link() ->
         await until(lambda: ends.values("received") == [1])
 
 
+async def test_the_finish_of_a_hand_off_does_not_wait_for_another_ones_step() -> None:
+    async with ends_with() as ends:
+        told, late = list[int](), LateWrites()
+        ends.send(1, written=late, of="late")
+        ends.send(2, of="early")
+        ends.sender.after_frames("a", 1, ("early", 1), lambda: told.append(len(ends.values("begun"))))
+        for _ in range(2):
+            ends.receive()
+        await until(lambda: told)
+        assert told == [1]
+        await until(lambda: ends.values("received") == [2])
+        late.end()
+        await until(lambda: ends.values("received") == [2, 1])
+
+
 async def test_a_link_that_closes_before_the_step_ends_fails_its_frames() -> None:
     async with ends_with() as ends:
         late = LateWrites()

@@ -252,7 +252,7 @@ def kept_by_links(world: Pair) -> int:
     """Calls that the sender's links to other ranks have yet to make."""
     links = world.sender.links
     epochs = links._epochs.values() if isinstance(links, RankLinks) else ()
-    return sum(len(each.announcing) for each in epochs)
+    return sum(len(each.behind) + len(each.announcing) for each in epochs)
 
 
 @pytest.mark.anyio

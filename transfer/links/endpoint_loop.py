@@ -48,7 +48,7 @@ class EndpointLoop:
     def __init__(self, setup: HandoffSetup) -> None:
         runtime = LoopRuntime()
         links, frames = setup.link_manager(runtime), setup.frames
-        self._links = RankLinks(links, setup.ranks) if setup.ranks else links
+        self._links = RankLinks(links, setup.ranks, runtime) if setup.ranks else links
         self.frames: Any = RankFrames(frames) if setup.ranks else frames
         """Maker of the endpoint's jobs."""
         self.context = EndpointContext(setup.local, setup.peers, setup.config, runtime, self._links)

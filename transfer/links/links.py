@@ -27,7 +27,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from kvrelay.engine.kv.writes import KVWrites
+from kvrelay.engine.kv.writes import WRITTEN, KVWrites
 from kvrelay.transfer.config import BETWEEN_GPUS, LINK_BUFFERS
 from kvrelay.transfer.frames.checks import MAX_TRAILER_BYTES
 from kvrelay.transfer.protocol.messages import Key
@@ -92,6 +92,29 @@ class Job(Protocol):
 
     def fail(self, message: str) -> None:
         """Takes note that the link ended before the transfer."""
+
+
+class AfterFrames:
+    """A job that transfers nothing: it makes a call once its hand-off's frames, queued before it, are announced."""
+
+    written: KVWrites = WRITTEN
+
+    def __init__(self, key: Key, call: Callable[[], None]) -> None:
+        self.key: Key | None = key
+        self._call = call
+
+    def begin(self, link: Link, buffer: torch.Tensor) -> Pending | None:
+        self._call()
+        return None
+
+    def prepare(self, link: Link, buffer: torch.Tensor) -> None:
+        """Never called, because it waits for no KV."""
+
+    def done(self, buffer: torch.Tensor) -> None:
+        """Never called, because `begin` starts no transfer."""
+
+    def fail(self, message: str) -> None:
+        """Makes no call: the end of the link is reported by the link itself."""
 
 
 class LinkThread:
@@ -370,6 +393,12 @@ class LinkManager:
         self._links.move_to_end(peer)
         link.submit(job)
 
+    def after_frames(self, peer: str, epoch: int, key: Key, call: Callable[[], object]) -> None:
+        links = list(self._of(peer, epoch).values())
+        behind = call if len(links) == 1 else countdown(len(links), call)
+        for link in links:
+            link.submit(AfterFrames(key, partial(self._runtime.post, behind)))
+
     def close(self, peer: str, reason: str) -> None:
         links = self._links.pop(peer, None)
         if links is not None:
@@ -428,3 +457,15 @@ class LinkManager:
         for link in links.threads.values():
             link.close(reason)
         self._ending = {old for old in self._ending if old.thread.is_alive()} | {*links.threads.values()}
+
+
+def countdown(count: int, call: Callable[[], object]) -> Callable[[], None]:
+    """A function whose last call of `count` calls `call`."""
+    left = [None] * count
+
+    def step() -> None:
+        left.pop()
+        if not left:
+            call()
+
+    return step

@@ -6,8 +6,10 @@ write, are in other processes: commands go there over a channel, and reports com
     command     open, meet, close       the links of an epoch, as `Links` says
                 send, receive, drain    a frame, by a number
                 stop                    closes the frame's claim: it ends as LOST unless a thread has the blocks already
+                after                   a number that comes back behind the announcements of a hand-off's frames
     report      tell, up, gone          an entry of a link's rendezvous; the first bytes and the end of an epoch's links
                 announced, ended        of a frame, by its number
+                after                   the number
 
 Ranks compute a step at different times. So the command that sends a frame names the step that computes the frame's KV,
 and each rank waits until it has computed its own part of that step. Rank 0 gives the command when it launches the step,
@@ -30,11 +32,11 @@ from typing import Any, Protocol
 from kvrelay.engine.kv.layout import KVLayout, LayerPart
 from kvrelay.engine.kv.writes import StepWrites
 from kvrelay.transfer.frames.frames import PoolFrames, announce
-from kvrelay.transfer.links.links import LinkManager
+from kvrelay.transfer.links.links import LinkManager, countdown
 from kvrelay.transfer.protocol.events import Frame, Outcome
-from kvrelay.transfer.protocol.messages import Push
+from kvrelay.transfer.protocol.messages import Key, Push
 from kvrelay.transfer.protocol.peers import Peer
-from kvrelay.transfer.protocol.ports import BlockClaim, FrameTask, LinkEnd, LinkSpec
+from kvrelay.transfer.protocol.ports import BlockClaim, FrameTask, LinkEnd, LinkSpec, Runtime
 from kvrelay.transfer.protocol.routes import RankPair, Route, Slice
 
 logger = logging.getLogger(__name__)
@@ -146,6 +148,8 @@ class _Epoch:
     up: bool = False
     """Whether a link of any rank has carried its first bytes."""
     over: bool = False
+    behind: dict[int, Callable[[], None]] = field(default_factory=dict)
+    """Functions that are called when a rank returns the number of an `after`."""
     announcing: dict[int, Callable[[], object]] = field(default_factory=dict)
     """Functions that announce a frame, by its number. A frame that is copied before it is sent ends before that."""
 
@@ -153,10 +157,11 @@ class _Epoch:
 class RankLinks:
     """Implements `Links`: rank 0's own links, and those of the other ranks over their channels."""
 
-    def __init__(self, own: LinkManager, channels: Mapping[int, RankChannel]) -> None:
+    def __init__(self, own: LinkManager, channels: Mapping[int, RankChannel], runtime: Runtime) -> None:
         """`channels` are those to the other ranks of this worker, by rank."""
         self._own = own
         self._channels = channels
+        self._runtime = runtime
         self._epochs: dict[str, _Epoch] = {}
         self._jobs: dict[int, RankJob] = {}
         self._numbers = itertools.count(1)
@@ -219,6 +224,20 @@ class RankLinks:
             job.on_stop = partial(channel.send, {"do": "stop", "number": number})
         channel.send(job.command)
 
+    def after_frames(self, peer: str, epoch: int, key: Key, call: Callable[[], object]) -> None:
+        links = self._of(peer, epoch)
+        if links is None:
+            return
+        number = next(self._numbers)
+
+        def last() -> None:
+            links.behind.pop(number, None)
+            call()
+
+        links.behind[number] = behind = countdown(1 + len(links.ranks), last)
+        self._own.after_frames(peer, epoch, key, behind)
+        self._tell_all(links.ranks, {"do": "after", "peer": peer, "epoch": epoch, "key": list(key), "number": number})
+
     def close(self, peer: str, reason: str) -> None:
         links = self._epochs.pop(peer, None)
         self._own.close(peer, reason)
@@ -243,6 +262,7 @@ class RankLinks:
         """Ends the other ranks' links of an epoch."""
         spec = links.spec
         self._tell_all(links.ranks, {"do": "close", "peer": spec.peer, "epoch": spec.epoch, "reason": reason})
+        links.behind.clear()
 
     def _is_up(self, links: _Epoch) -> None:
         links.up = True
@@ -280,6 +300,9 @@ class RankLinks:
                         self._forget(job.command["peer"], job.command["epoch"], number)
                     job.claim.in_place = in_place
                     job.end(Outcome(outcome))
+            case {"do": "after", "peer": peer, "epoch": epoch, "number": number}:
+                if (links := self._of(peer, epoch)) is not None and number in links.behind:
+                    self._runtime.post(links.behind[number])  # as the announcements are
             case _:
                 logger.error("a rank reports what nobody knows", extra={"report": str(report)[:200]})
 

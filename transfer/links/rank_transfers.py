@@ -53,6 +53,8 @@ class RankTransfers:
             case {"do": "close", "peer": peer, "epoch": epoch, "reason": reason}:
                 if self._links.epoch(peer) == epoch:
                     self._links.close(peer, reason)
+            case {"do": "after", "peer": peer, "epoch": epoch, "key": [request, attempt]}:
+                self._links.after_frames(peer, epoch, (request, attempt), partial(self._channel.send, command))
             case {"do": "send" | "receive" | "drain", "peer": peer, "epoch": epoch, "ranks": ranks}:
                 self._links.submit(peer, epoch, RankPair(*ranks), self._job(command))
             case {"do": "stop", "number": number}:

@@ -132,6 +132,12 @@ class Links(Protocol):
     def submit(self, peer: str, epoch: int, ranks: RankPair, job: Any) -> None:
         """Queues a job for a link of this epoch; fails the job at once if that link has ended."""
 
+    def after_frames(self, peer: str, epoch: int, key: Key, call: Callable[[], object]) -> None:
+        """Runs `call` on the event loop behind the announcements of the hand-off's frames that were queued before.
+
+        Never, if the link ends.
+        """
+
     def close(self, peer: str, reason: str) -> None:
         """Ends the links to `peer`, if there are any; `on_end` follows."""
 

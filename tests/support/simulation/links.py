@@ -14,6 +14,7 @@ import torch
 
 from kvrelay.transfer.frames.checks import MAX_TRAILER_BYTES, trailer_bytes
 from kvrelay.transfer.frames.frames import PoolFrames
+from kvrelay.transfer.links.links import AfterFrames
 from kvrelay.transfer.protocol.events import Outcome
 from kvrelay.transfer.protocol.messages import Code, Grant, Hello, Key, Message, Push, Refuse
 from kvrelay.transfer.protocol.peers import Peer
@@ -335,7 +336,9 @@ class Link:
         if self.up and self.ends[1].work:
             self._watch()
         while self.up and not left.busy and not self.broken and (work := left.next()) is not None:
-            if work.claim is not None and work.claim.take():
+            if isinstance(work, AfterFrames):
+                work.begin(self.wire, _BUFFER)  # type: ignore[arg-type]  # it transfers nothing
+            elif work.claim is not None and work.claim.take():
                 left.busy = True
                 world.post(world.random() * (2.5 if world.slow_frame() else 0.02), left.process, self._was_read, work)
 

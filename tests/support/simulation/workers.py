@@ -111,7 +111,7 @@ class Process:
             channels[rank], far = SimulatedChannel.pair(self)
             frames = SimulatedFrames(self.blocks, world.config.checksum, rank)
             RankTransfers(far, manager, frames, self, self.rank_writes[rank - 1])
-        self.links: Any = managers[0] if degree == ONE else RankLinks(managers[0], channels)
+        self.links: Any = managers[0] if degree == ONE else RankLinks(managers[0], channels, self)
         self.peers = PeerTable()
         self.context = EndpointContext(
             LocalWorker(self.id, world.cache, "model", states=states, states_shape=SHAPE, degree=degree),
