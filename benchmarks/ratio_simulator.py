@@ -188,7 +188,7 @@ class Simulation:
 
 
 def report(cluster: Cluster, worker: SimulatedWorker) -> MemberStatus:
-    """What a worker tells the supervisor."""
+    """The status that a worker tells the supervisor."""
     member = cluster.member(worker)
     member.roles.extend((ROLE_PREFILL, ROLE_DECODE))
     if worker.draining:

@@ -39,7 +39,7 @@ def _shown(amounts: dict[str, Amount]) -> str:
 
 
 def _troubles(name: str, description: Description, amounts: dict[str, Amount]) -> Iterator[Finding]:
-    """What is used up, or less than a member may need. A limit below 0 is none."""
+    """Limits that are used up, or lower than a member may need. A limit below 0 is none."""
     files, memory = amounts.get("open files"), amounts.get("memory")
     shared, locked = amounts.get("shared memory"), amounts.get("locked memory")
     advice = "raise the soft limit (ulimit -n, LimitNOFILE=) to 65536"

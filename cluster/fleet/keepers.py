@@ -155,7 +155,7 @@ class Keepers:
             keeper.note(members.get(name, Member()), self._launcher.waits_for(name))
 
     def seen(self) -> dict[str, Seen]:
-        """What is known here of each name under which a process runs, or is about to."""
+        """State of each name under which a process runs, or is about to."""
         return {
             name: Seen(kept=True, ending=keeper.leaving.is_set(), trouble=keeper.trouble)
             for name, keeper in self._keepers.items()

@@ -273,7 +273,7 @@ NOTHING = Taken([], FINISH_REASON_UNSPECIFIED, [], [])
 
 @dataclass(slots=True)
 class Part:
-    """What an attempt has on one worker. It counts as one of the stream's requests and suspects while it is one there.
+    """An attempt's share of one worker. It counts as one of the stream's requests and suspects while it is one there.
 
     It has no reference to its attempt: only the garbage collector would free both, and all that a session is, which
     takes it a tenth of a second where many have ended.

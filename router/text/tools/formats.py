@@ -198,7 +198,7 @@ class MistralParser:
         return Parsed(self._open.flush() if self._head is None else f"{self._open.space}{MISTRAL_OPEN}{self._head}")
 
     def _led(self, found: Parsed) -> Parsed:
-        """What was found in a list, with the marker before it if that is no list of calls."""
+        """The findings in a list, with the marker before it if that is no list of calls."""
         if found.calls or found.content:
             found.content, self._lead = found.content if found.calls else self._lead + found.content, ""
         return found

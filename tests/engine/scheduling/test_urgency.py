@@ -186,7 +186,7 @@ def test_a_prompt_waits_for_no_decodes_of_a_less_urgent_class() -> None:
 
 @pytest.mark.parametrize("coming", [URGENT, BATCH])
 def test_a_sequence_whose_kv_is_on_its_way_bounds_a_prompts_step(coming: Urgency) -> None:
-    """Its next token would wait for the whole step that has begun when its KV comes."""
+    """The sequence's next token would wait for the whole step that has begun when its KV comes."""
     bench = Bench(100, max_batch_tokens=64, max_sequences=4, step_cost=(1.0, 1.0), step_seconds=1.0 + 2 * SIZE)
     reservation = bench.scheduler.reserve(bench.request(numbers(SIZE), 4, urgency=coming))
     add(bench, URGENT, 8 * SIZE, 2, 90)

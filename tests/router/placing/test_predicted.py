@@ -405,7 +405,7 @@ def test_the_next_turn_is_computed_where_the_answer_is_and_a_long_new_prompt_by_
 
 def test_fewer_prompts_are_computed_in_place_while_requests_wait_for_room() -> None:
     def in_place(free: int, waiting: int) -> int:
-        """Of prompts of growing length, how many decode-0 computes itself, if another one has so many blocks free."""
+        """Number of prompts of growing length that decode-0 computes itself, if another one has so many blocks free."""
         workers = [
             replace(worker("prefill-0", "prefill"), pending_tokens=4000),
             worker("decode-0", "decode", running=24),
