@@ -18,7 +18,7 @@ import grpc
 
 from kvrelay.rpc.certificates import CertificateFiles, KeyPair, dns_name, part_files, parts_named
 from kvrelay.rpc.identity import join
-from kvrelay.rpc.options import Option, channel_options, server_options
+from kvrelay.rpc.options import Option, channel_options, ping_seconds, server_options
 from kvrelay.rpc.security import CALLERS, HEALTH, PARTS, Part, SecurityConfig
 
 logger = logging.getLogger(__name__)
@@ -46,8 +46,9 @@ class Credentials:
         """The credentials that `config` names.
 
         Raises:
-            ValueError: there is no token, or a certificate can't be used.
+            ValueError: there is no token, a certificate can't be used, or the environment's KVRELAY_PING_SECONDS.
         """
+        ping_seconds()
         if config.tls == "off":
             return cls(part, config.token())
         if not config.certificates:

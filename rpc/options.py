@@ -1,11 +1,13 @@
 """gRPC options of all channels and servers.
 
 Internal connections, between kvrelay's own processes, notice a dead or frozen peer within three seconds: both ends
-ping every second. Public ones, between clients and routers, give the other end 20 s to answer: a healthy process that
-gets no CPU for some seconds must not lose its streams.
+ping every second. On machines that stand still for a second, KVRELAY_PING_SECONDS gives the answers longer. Public
+ones, between clients and routers, give the other end 20 s to answer: a healthy process that gets no CPU for some
+seconds must not lose its streams.
 """
 
 import math
+import os
 from collections.abc import Sequence
 
 Option = tuple[str, int | str]
@@ -39,14 +41,8 @@ MAX_PENDING_SECONDS = 3600
 PUBLIC_PING_SECONDS = 20
 """Silence after which either end of a public connection pings, and how long the answer may take."""
 
-# keepalive_timeout_ms alone, without ping_timeout_ms, notices a frozen peer only after a minute.
-_INTERNAL_KEEPALIVE: tuple[Option, ...] = (
-    ("grpc.keepalive_time_ms", 1000),
-    ("grpc.keepalive_timeout_ms", 2000),
-    ("grpc.http2.ping_timeout_ms", 1000),
-    ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.max_pings_without_data", 0),
-)
+PING_VARIABLE = "KVRELAY_PING_SECONDS"
+PING_LIMITS = (0.1, 60.0)
 
 _PUBLIC_KEEPALIVE: tuple[Option, ...] = (
     ("grpc.keepalive_time_ms", PUBLIC_PING_SECONDS * 1000),
@@ -64,10 +60,38 @@ _SERVER: tuple[Option, ...] = (
 )
 
 
+def ping_seconds() -> float:
+    """Seconds that the answer to a ping of an internal connection may take, by the environment.
+
+    Raises:
+        ValueError: they aren't allowed.
+    """
+    text, (least, most) = os.environ.get(PING_VARIABLE, "1"), PING_LIMITS
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not least <= seconds <= most:
+        raise ValueError(f"{PING_VARIABLE} is {text!r}; allowed: {least:g} to {most:g} seconds")
+    return seconds
+
+
+def _internal_keepalive() -> tuple[Option, ...]:
+    milliseconds = round(1000 * ping_seconds())
+    return (
+        ("grpc.keepalive_time_ms", 1000),
+        # This alone, without ping_timeout_ms, notices a frozen peer only after a minute.
+        ("grpc.keepalive_timeout_ms", 2 * milliseconds),
+        ("grpc.http2.ping_timeout_ms", milliseconds),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+    )
+
+
 def channel_options() -> Sequence[Option]:
     """Options of a channel between kvrelay's own processes."""
     return (
-        *_INTERNAL_KEEPALIVE,
+        *_internal_keepalive(),
         *_message_limits(INTERNAL_MESSAGE_BYTES, INTERNAL_MESSAGE_BYTES),
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.max_reconnect_backoff_ms", 1000),
@@ -77,7 +101,7 @@ def channel_options() -> Sequence[Option]:
 def server_options() -> Sequence[Option]:
     """Options of a server for kvrelay's own processes."""
     return (
-        *_INTERNAL_KEEPALIVE,
+        *_internal_keepalive(),
         *_SERVER,
         (_REUSE_PORT, 0),
         *_message_limits(INTERNAL_MESSAGE_BYTES, INTERNAL_MESSAGE_BYTES),

@@ -69,5 +69,11 @@ def test_a_port_in_use_is_named(tmp_path: Path, name: str) -> None:
         assert f"{name} {port}" in refusal(tmp_path, "kvrelay.router", {name: port})
 
 
-def test_no_join_token_is_a_users_mistake(tmp_path: Path) -> None:
-    assert "KVRELAY_JOIN_TOKEN" in refusal(tmp_path, "kvrelay.cluster.supervisor", {}, {"KVRELAY_JOIN_TOKEN": ""})
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [("KVRELAY_JOIN_TOKEN", "", ""), ("KVRELAY_PING_SECONDS", "soon", " is 'soon'; allowed: 0.1 to 60 seconds")],
+)
+def test_an_environment_that_cannot_be_used_is_a_users_mistake(
+    tmp_path: Path, name: str, value: str, text: str
+) -> None:
+    assert name + text in refusal(tmp_path, "kvrelay.router", {"supervisor": "127.0.0.1:1"}, {name: value})

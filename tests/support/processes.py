@@ -29,6 +29,7 @@ from kvrelay.internal.v1.supervisor_pb2 import (
 from kvrelay.internal.v1.supervisor_pb2_grpc import SupervisorServiceStub
 from kvrelay.internal.v1.worker_pb2 import Load
 from kvrelay.rpc.credentials import Credentials
+from kvrelay.rpc.options import PING_VARIABLE
 from support.forks import Forked
 from support.secrets import Secrets, credentials
 
@@ -38,6 +39,9 @@ STOP_SECONDS = 30.0
 PATIENCE = {"suspect_seconds": 3.0, "dead_seconds": 6.0}
 """Limits of silence of the tests' supervisors, twice the default ones: a worker that gets no CPU on a busy machine is
 not frozen. A test that measures silence gives its own."""
+PINGS = {PING_VARIABLE: "3"}
+"""Environment of all processes beside PATIENCE: with the default of 1 s, about one of a hundred healthy streams ends on
+a busy machine."""
 ON_ITS_WAY_SECONDS = 0.2
 """Longest time in seconds from when a member reads its load until the supervisor has it."""
 STATUS_SECONDS, STATUS_TRIES = 10.0, 4
@@ -164,6 +168,8 @@ class ProcessCluster:
         """Agents of the other machines of workers that have several, by the worker's name."""
         self.started: dict[str, tuple[Any, ...]] = {}
         """Arguments that each process was first started with, by its name."""
+        self.environment: Mapping[str, str] = {}
+        """Further environment of all processes."""
 
     @property
     def workers(self) -> dict[str, Process]:
@@ -179,8 +185,9 @@ class ProcessCluster:
             given = config | {"ranks_port": free_port()}
         path.write_text(json.dumps(given))
         arguments, log = ["--config", str(path)], self._folder / f"{name}.log"
-        self.processes[name] = Process(module, arguments, log, variables, forked=True)
         self.started.setdefault(name, (module, config, variables))
+        variables = {**self.environment, **(variables or {})}
+        self.processes[name] = Process(module, arguments, log, variables, forked=True)
         for agent in self.agents.pop(name, ()):
             agent.popen.kill()
             agent.popen.communicate(timeout=STOP_SECONDS)
@@ -348,11 +355,14 @@ def process_cluster(
         routers: how many of them.
         variables: further environment of the workers.
         secrets: what all processes prove themselves with; by default the tests' join token.
-        supervisor: further options of the supervisor, which has PATIENCE.
+        supervisor: further options of the supervisor, which has PATIENCE. All processes have PINGS, unless there are
+            limits of silence among these options.
     """
     folder.mkdir(parents=True, exist_ok=True)
     cluster = ProcessCluster(folder, credentials() if secrets is None else secrets.credentials("operator"))
     security = {} if secrets is None else {"security": secrets.options}
+    if "suspect_seconds" not in (supervisor or {}):
+        cluster.environment = PINGS
     try:
         cluster.supervisor = cluster.start(
             "supervisor", "kvrelay.cluster.supervisor", security | PATIENCE | dict(supervisor or {})
