@@ -35,9 +35,11 @@ test test-all test-slow: export PYTHONDONTWRITEBYTECODE :=
 test: setup
 	$(PYTEST) --durations=15
 
-# The rest: every transport, every shape on Ray, every chart, the GPU kernels in the interpreter, more seeds.
+# The rest: every transport, every shape on Ray, every chart, the GPU kernels in the interpreter, more seeds. A Ray cluster
+# of several nodes takes all cores for seconds, so its tests run after the others, one at a time.
 test-all: setup
-	$(PYTEST) --durations=15 -m "more and not slow"
+	$(PYTEST) --durations=15 -m "more and not slow and not cluster"
+	$(BIN)/python -m pytest -n 0 --durations=5 -m "more and not slow and cluster"
 
 # What takes hours.
 test-slow: setup
