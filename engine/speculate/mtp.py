@@ -356,9 +356,12 @@ def _way_of(
             gaps = [apart(*both) for both in zip(computed(), expected, strict=True)] if way.use_kernels() else []
         except Exception as error:  # noqa: BLE001  # a compiler or a driver fails in whatever way; torch attends without them
             logger.warning("the attention kernels fail for the layer that guesses, so torch attends: %s", error)
-            gaps = [(math.inf, math.inf)]
+            return FlatWay(model, Store(placing, pools), served.team), pools
         # One position may differ: rounding can turn a router of experts at a tie.
         wrong = sum(not agrees(gap, TORCH_DTYPES[runner.spec.dtype]) for gap in gaps)
         if wrong > 1 or any(math.inf in gap for gap in gaps):
+            logger.warning(
+                "the attention kernels give the layer that guesses other results, so torch attends: %s", gaps
+            )
             way = FlatWay(model, Store(placing, pools), served.team)
     return way, pools

@@ -8,6 +8,7 @@ import pytest
 
 from kvrelay.client import InternalError
 from kvrelay.router.session.suspects import TRIAL_SECONDS
+from kvrelay.rpc.options import PING_VARIABLE
 from support.faults import TRANSFER, Scene, asking, scene, until
 from support.hash_worker import NEWS_SECONDS, STEP_SECONDS
 from support.processes import wait_until
@@ -17,6 +18,7 @@ CLIENTS = 40
 STOPPED_SECONDS = 8.0
 LATE_SECONDS = 0.5
 """Seconds by which peers hear later of a new worker than the router does."""
+FROZEN_SECONDS = 4.0
 ROLES = ["decode", pytest.param("prefill", marks=pytest.mark.more)]
 
 
@@ -149,4 +151,22 @@ def test_a_peer_that_never_comes_is_refused_in_time(tmp_path: Path) -> None:
         with pytest.raises(Exception, match="unknown_peer"):
             it.ask("stranger")
         assert 1 <= time.monotonic() - started < 10
+        it.settle(3)
+
+
+@pytest.mark.more
+@pytest.mark.parametrize(("answer_seconds", "retries"), [("1", 1), ("20", 0)])
+def test_pings_wait_for_a_process_that_stands_still(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer_seconds: str, retries: int
+) -> None:
+    """A worker that is frozen for a moment loses its stream only if its answer to a ping comes too late."""
+    monkeypatch.setenv(PING_VARIABLE, answer_seconds)
+    limits = {"suspect_seconds": 30.0, "dead_seconds": 60.0, "step_suspect_seconds": 30.0, "step_dead_seconds": 60.0}
+    with scene(tmp_path, losses=True, supervisor=limits) as it:
+        it.order(**{STEP_SECONDS: 0.01})
+        request, serving = it.decoding("stream", 200)
+        it.signal(serving, signal.SIGSTOP)
+        time.sleep(FROZEN_SECONDS)  # the fault's duration
+        it.signal(serving, signal.SIGCONT)
+        assert request.result().timeline.retries == retries
         it.settle(3)

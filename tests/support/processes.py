@@ -40,8 +40,7 @@ PATIENCE = {"suspect_seconds": 3.0, "dead_seconds": 6.0}
 """Limits of silence of the tests' supervisors, twice the default ones: a worker that gets no CPU on a busy machine is
 not frozen. A test that measures silence gives its own."""
 PINGS = {PING_VARIABLE: "3"}
-"""Environment of all processes beside PATIENCE: with the default of 1 s, about one of a hundred healthy streams ends on
-a busy machine."""
+"""Environment of all processes beside PATIENCE: with the default of 1 s, some healthy streams end on a busy machine."""
 ON_ITS_WAY_SECONDS = 0.2
 """Longest time in seconds from when a member reads its load until the supervisor has it."""
 STATUS_SECONDS, STATUS_TRIES = 10.0, 4

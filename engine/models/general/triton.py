@@ -23,8 +23,8 @@ from kvrelay.kernels.triton.paged_decode import paged_decode
 FP8_ARCHITECTURE = 89
 """First compute capability, times ten, for which Triton compiles loads of e4m3."""
 ALIGNMENT = 16
-"""Triton compiles a kernel again for a stride that this doesn't divide, and for an address that isn't a multiple of so
-many bytes: tables are padded to such strides, and work lists so that `starts` begins at such an address."""
+"""Triton compiles a second version of a kernel for strides and addresses that aren't multiples of this. Block tables
+and work lists are padded, so that there is one version only."""
 
 
 class TritonTrack:
@@ -67,6 +67,7 @@ class TritonTrack:
         self._single = host(step.firsts[single], device)
         self._single_tables = self._tables[host(single, device)]
         self._work: dict[int, DecodeWork] = {}
+        # An even number of entries, whose 24 bytes each end where `starts` is aligned.
         rows = len(single) + (len(single) + self._programs - 1) % 2
         for window in {call.window or 0 for call in self._calls} if len(single) else ():
             words = torch.zeros(sum(DecodeWork.sizes(rows, self._programs)), dtype=torch.int32)
